@@ -1,0 +1,151 @@
+"""Every layout, checkpoint policy and compilation computes what one eager process computes.
+
+Real trainers run the same global batches from the same initial weights. Compared are losses,
+gradient norms, every parameter's clipped gradient, the updated weights, and the experts' counts;
+with AdamW, and with SGD, as Adam hides a gradient of the wrong scale.
+"""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.tiny import Run, train
+
+GLOBAL_BATCH = 8
+
+# ranks, and the degrees in force
+LAYOUTS = {
+    "one_rank": (1, {}),
+    "fsdp2": (2, {}),
+    "ddp2": (2, {"data_parallel_replicate_degree": 2}),
+    "ep2": (2, {"expert_parallel_degree": 2}),
+    "efsdp2_ep2": (4, {"expert_parallel_degree": 2}),
+    "ep4": (4, {"expert_parallel_degree": 4}),
+    "hsdp2x2": (4, {"data_parallel_replicate_degree": 2}),
+    "hsdp2x2_ep2": (4, {"data_parallel_replicate_degree": 2, "expert_parallel_degree": 2}),
+}
+CHECKPOINTS = {
+    "none": {"mode": "none"},
+    "full": {"mode": "full"},
+    "op": {"mode": "selective", "selective_ac_option": "op"},
+    "every_2nd": {"mode": "selective", "selective_ac_option": "2"},
+}
+
+
+def run_tiny(
+    folder: Path, layout: str, checkpoint: str, backend: str | None, optimizer: str
+) -> Run:
+    num_ranks, degrees = LAYOUTS[layout]
+    flags = [f"--training.local_batch_size={GLOBAL_BATCH // num_ranks}"]
+    flags += [f"--parallelism.{key}={degree}" for key, degree in degrees.items()]
+    flags += [
+        f"--activation_checkpoint.{key}={value}" for key, value in CHECKPOINTS[checkpoint].items()
+    ]
+    if backend is not None:
+        flags += ["--compile.enable", f"--compile.backend={backend}", "--compile.components=model"]
+    flags += {
+        "AdamW": [],
+        # A rate at which two steps of SGD move the weights about as far as Adam's.
+        "SGD": ["--optimizer.name=SGD", "--optimizer.lr=1.0"],
+    }[optimizer]
+    return run_ranks(train, num_ranks, flags, str(folder), timeout=600)[0]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """One process, no checkpoint, eager; by optimizer."""
+    folder = tmp_path_factory.mktemp("reference")
+    return {name: run_tiny(folder, "one_rank", "none", None, name) for name in ("AdamW", "SGD")}
+
+
+def assert_same(run: Run, reference: Run, tolerance: float = 1e-4) -> None:
+    assert run.counts == reference.counts
+    torch.testing.assert_close(run.losses, reference.losses, rtol=tolerance, atol=0)
+    torch.testing.assert_close(run.grad_norms, reference.grad_norms, rtol=tolerance, atol=0)
+    for step, gradients in enumerate(reference.gradients):
+        assert_same_tensors(run.gradients[step], gradients, tolerance, f"gradient of step {step}")
+    assert_same_tensors(run.weights, reference.weights, tolerance, "updated weight")
+
+
+def assert_same_tensors(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float, what: str
+) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error = (actual[name] - tensor).abs().max() / tensor.abs().max().clamp_min(1e-12)
+        assert error <= tolerance, f"{what} of {name}: relative error {error:.2e}"
+
+
+# Every layout with every checkpoint policy is seen, eager.
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize(
+    ("layout", "checkpoint"),
+    [
+        ("one_rank", "full"),
+        ("fsdp2", "none"),
+        ("ddp2", "full"),
+        ("ep2", "none"),
+        ("ep2", "full"),
+        ("ep2", "op"),
+        ("ep2", "every_2nd"),
+        ("efsdp2_ep2", "full"),
+        ("ep4", "op"),
+        ("hsdp2x2", "none"),
+        ("hsdp2x2_ep2", "full"),
+    ],
+)
+def test_eager_layout_equals_one_process(
+    references: dict[str, Run], tmp_path: Path, layout: str, checkpoint: str, optimizer: str
+) -> None:
+    run = run_tiny(tmp_path, layout, checkpoint, None, optimizer)
+    assert_same(run, references[optimizer])
+    assert run.num_graphs == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "checkpoint", "backend"),
+    [
+        ("one_rank", "op", "aot_eager"),
+        ("ep2", "none", "aot_eager"),
+        ("ep2", "op", "aot_eager"),
+        ("ep2", "every_2nd", "aot_eager"),
+        ("hsdp2x2_ep2", "full", "aot_eager"),
+        ("ep2", "full", "inductor"),
+    ],
+)
+def test_compiled_layout_equals_one_process(
+    references: dict[str, Run], tmp_path: Path, layout: str, checkpoint: str, backend: str
+) -> None:
+    run = run_tiny(tmp_path, layout, checkpoint, backend, "SGD")
+    assert_same(run, references["SGD"])
+    assert run.num_graphs > 0
+    assert run.graph_breaks == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "checkpoint", "backend", "optimizer"),
+    list(itertools.product(LAYOUTS, CHECKPOINTS, [None, "inductor"], ["AdamW", "SGD"])),
+)
+def test_product_equals_one_process(
+    references: dict[str, Run],
+    tmp_path: Path,
+    layout: str,
+    checkpoint: str,
+    backend: str | None,
+    optimizer: str,
+) -> None:
+    run = run_tiny(tmp_path, layout, checkpoint, backend, optimizer)
+    assert_same(run, references[optimizer])
+    assert (run.num_graphs > 0) == (backend is not None)
+
+
+def test_reference_steps_move_the_weights(references: dict[str, Run], tmp_path: Path) -> None:
+    """The comparison above would pass between runs that learn nothing."""
+    for reference in references.values():
+        assert reference.losses[1] < reference.losses[0]
+        assert all(norm > 0 for norm in reference.grad_norms)
+        assert all(gradient.abs().max() > 0 for gradient in reference.gradients[0].values())

@@ -1,0 +1,632 @@
+"""From TOML and flags to a checked configuration, and what each refusal says."""
+
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_ext.config import LayerRule
+from torchtitan_ext.config.effects import ALWAYS_READ, GOVERNED, REFUSED
+from torchtitan_ext.config.error import ConfigError
+from torchtitan_ext.config.load import load_job_config, save_resolved_config
+from torchtitan_ext.config.values import REPOSITORY_ROOT, get_value, leaf_types
+
+# isort: split
+from torchtitan.config import ConfigManager
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+
+
+@dataclass
+class CheckedSpec(TrainSpec):
+    check_config: Callable[[Any, Any], None] | None = None
+
+
+def refuse_many_ranks(job_config: Any, parallel_dims: Any) -> None:
+    if parallel_dims.world_size == 64:
+        raise ValueError("[model] name = fake: must have fewer than 64 ranks")
+
+
+def fake_spec(**overrides: Any) -> CheckedSpec:
+    names = ("model_cls", "parallelize_fn", "pipelining_fn", "build_optimizers_fn")
+    names += ("build_lr_schedulers_fn", "build_dataloader_fn", "build_loss_fn")
+    parts = dict.fromkeys(names) | {"model_args": {"small": None}, "build_tokenizer_fn": print}
+    return CheckedSpec(**(parts | overrides), check_config=refuse_many_ranks)  # type: ignore[arg-type]
+
+
+sys.modules["fake_models"] = types.ModuleType("fake_models")
+register_train_spec("fake", fake_spec(build_validator_fn=print, state_dict_adapter=object))
+register_train_spec("fake_bare", fake_spec())
+
+MODEL = """
+[model]
+name = "fake"
+flavor = "small"
+hf_assets_path = "tokenizer"
+[experimental]
+custom_import = "fake_models"
+"""
+
+
+@pytest.fixture(autouse=True)
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with a tokenizer, and a corpus check that refuses the name "missing"."""
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    (tmp_path / "run.toml").write_text(MODEL)
+
+    def check_dataset(section: str, name: str, path: str | None) -> None:
+        if name == "missing":
+            raise ValueError(f'[{section}] dataset = "missing": no such corpus')
+
+    corpora = types.ModuleType("torchtitan_ext.data.corpora")
+    corpora.check_dataset = check_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchtitan_ext.data.corpora", corpora)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(
+    *flags: str, toml: str | None = None, world_size: int = 4, device_type: str = "cpu"
+) -> Any:
+    """Load flags on top of TOML text (the model's sections are added to it)."""
+    if toml is not None:
+        Path("run.toml").write_text(toml + MODEL)
+    args = ["--job.config_file=run.toml", *flags]
+    return load_job_config(args, world_size=world_size, device_type=device_type)
+
+
+def refusal_of(*flags: str, **options: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        load(*flags, **options)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+# --- names and types
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        (["--training.steps=7"], "training.steps", 7),
+        (["--training.steps", "7"], "training.steps", 7),
+        (["--training.seq-len=64"], "training.seq_len", 64),
+        (["--optimizer.lr=1e-3"], "optimizer.lr", 1e-3),
+        (["--optimizer.lr=1"], "optimizer.lr", 1.0),
+        (["--training.max_norm=inf"], "training.max_norm", float("inf")),
+        (["--compile.enable"], "compile.enable", True),
+        (["--compile.enable=true"], "compile.enable", True),
+        (["--compile.enable=True"], "compile.enable", True),
+        (["--compile.enable", "false"], "compile.enable", False),
+        (["--compile.enable", "--compile.no-enable"], "compile.enable", False),
+        (["--compile.no_enable"], "compile.enable", False),
+        (["--compile.enable=false"], "compile.enable", False),
+        (["--debug.seed=None"], "debug.seed", None),
+        (["--debug.seed", "3"], "debug.seed", 3),
+        (
+            ["--parallelism.data-parallel-shard-degree", "-1"],
+            "parallelism.data_parallel_shard_degree",
+            -1,
+        ),
+        (["--job.description=12"], "job.description", "12"),
+        (["--job.description=a=b"], "job.description", "a=b"),
+        (
+            ["--checkpoint.enable", "--checkpoint.exclude_from_loading=optimizer,dataloader"],
+            "checkpoint.exclude_from_loading",
+            ["optimizer", "dataloader"],
+        ),
+        (["--metrics.log_experts"], "metrics.log_experts", True),
+        (["--training.dataloader.num_workers=2"], "training.dataloader.num_workers", 2),
+        (["--training.steps=1", "--training.steps=2"], "training.steps", 2),
+    ],
+)
+def test_flag_form_sets_value(flags: list[str], key: str, value: object) -> None:
+    assert get_value(load(*flags), key) == value
+
+
+def test_flags_agree_with_torchtitan() -> None:
+    flags = ["--training.steps=7", "--optimizer.lr", "3", "--compile.enable", "--debug.seed=None"]
+    flags += ["--training.max_norm=2", "--job.no-print-config", "--model.name=fake"]
+    flags += ["--compile.components=loss", "--lr-scheduler.decay_ratio=0.5"]
+    flags += ["--model.flavor=small", "--model.hf_assets_path=tokenizer"]
+    flags += ["--experimental.custom_import=fake_models"]
+    flags += ["--job.custom_config_module=torchtitan_ext.config"]
+    ours = load_job_config(flags, world_size=1, device_type="cpu")
+    assert asdict(ours) == asdict(ConfigManager().parse_args(flags))
+
+
+def test_toml_agrees_with_torchtitan() -> None:
+    toml = "[training]\nsteps = 5\n[optimizer]\nlr = 1\n[training.dataloader]\nnum_workers = 1\n"
+    toml += '[job]\ncustom_config_module = "torchtitan_ext.config"\n'
+    toml += '[[layer_wrap.rules]]\nlayers = "0"\ncheckpoint = "full"\n'
+    toml += '[[layer_wrap.rules]]\nlayers = "moe"\ncompile = true\n'
+    ours = load(toml=toml)
+    theirs = ConfigManager().parse_args(["--job.config_file=run.toml"])
+    assert asdict(ours) == asdict(theirs)
+    assert ours.layer_wrap.rules == theirs.layer_wrap.rules
+    assert ours.layer_wrap.rules[1] == LayerRule("moe", compile=True)
+
+
+def test_modules_are_set_when_nobody_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "models", types.ModuleType("models"))
+    args = ["--model.name=fake", "--model.flavor=small", "--model.hf_assets_path=tokenizer"]
+    config = load_job_config(args, world_size=1, device_type="cpu")
+    assert config.job.custom_config_module == "torchtitan_ext.config"
+    assert config.experimental.custom_import == "models"
+
+
+def test_help_is_tyros(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        load_job_config(["--help"], world_size=1, device_type="cpu")
+    assert done.value.code == 0
+    assert "--metrics.log-experts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("[trainning]\nsteps = 5", "[trainning]: unknown section (did you mean [training]?)"),
+        (
+            "[training]\nstepz = 5",
+            '[training] stepz = 5: unknown key (did you mean "steps"?)',
+        ),
+        ("[compile]\nseq_len = 5", "[compile] seq_len = 5: unknown key (did you mean seq_len of"),
+        (
+            "[training.dataloadr]\nnum_workers = 1",
+            "[training.dataloadr]: unknown section (did you mean [training.dataloader]?)",
+        ),
+        ("steps = 5", "steps = 5: must be inside a section (did you mean [training]?)"),
+        ("compile = true", "compile = true: must be a section, [compile]"),
+        ('[training]\nsteps = "many"', '[training] steps = "many": must be an integer'),
+        ("[training]\nsteps = true", "[training] steps = true: must be an integer"),
+        ("[training]\nsteps = 1.5", "[training] steps = 1.5: must be an integer"),
+        ("[optimizer]\nlr = true", "[optimizer] lr = true: must be a number"),
+        ('[compile]\nenable = "yes"', '[compile] enable = "yes": must be true or false'),
+        ("[compile]\nenable = 1", "[compile] enable = 1: must be true or false"),
+        ("[job]\ndescription = 1", "[job] description = 1: must be a string"),
+        (
+            '[training]\ndtype = "bfloat"',
+            'dtype = "bfloat": must be one of bfloat16, float32 (did you mean "bfloat16"?)',
+        ),
+        ('[compile]\ncomponents = "loss"', 'components = "loss": must be a list of strings'),
+        ("[compile]\ncomponents = [1]", "components = [1]: must be a list of strings"),
+        ('[debug]\nseed = "x"', '[debug] seed = "x": must be an integer'),
+        ('[training]\nmax_norm = "x"', '[training] max_norm = "x": must be a number'),
+        ("[layer_wrap]\nrules = 3", "[layer_wrap] rules = 3: must be a list"),
+        (
+            '[[layer_wrap.rules]]\nlayers = "0"\ncheckpoint = "ful"',
+            '[layer_wrap] rules[0].checkpoint = "ful": must be one of none, full, op',
+        ),
+        ('[job]\nconfig_file = "x"', "has no effect in a TOML file"),
+        ('[job]\ncustom_config_module = "nowhere"', 'custom_config_module = "nowhere": no such'),
+        ('[job]\ncustom_config_module = "json"', "must have a dataclass JobConfig"),
+    ],
+)
+def test_toml_mistake_is_named(toml: str, message: str) -> None:
+    assert message in refusal_of(toml=toml + "\n")
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--trainning.steps=5", "[trainning]: unknown section (did you mean [training]?)"),
+        ("--training.stepz=5", '[training] stepz = 5: unknown key (did you mean "steps"?)'),
+        ("--steps=5", "steps = 5: must be inside a section (did you mean [training]?)"),
+        ("--training.steps=many", '[training] steps = "many": must be an integer'),
+        ("--training.steps=1.5", "[training] steps = 1.5: must be an integer"),
+        ("--training.steps", "[training] steps: needs a value"),
+        ("--training.dtype=bfloat", 'dtype = "bfloat": must be one of bfloat16, float32 (did'),
+        ("--compile.enable=yes", '[compile] enable = "yes": must be true or false'),
+        ("--compile.no-enable=true", "takes no value; write --compile.enable=true"),
+        ("--layer_wrap.rules=0", "cannot be a flag: write it in the TOML file"),
+        ("--optimizer.lr=fast", '[optimizer] lr = "fast": must be a number'),
+        ("training.steps=5", 'unexpected argument "training.steps=5"'),
+    ],
+)
+def test_flag_mistake_is_named(flag: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_job_config([flag], world_size=1, device_type="cpu")
+    assert message in str(refused.value)
+
+
+def test_toml_file_missing_is_named() -> None:
+    assert refusal_of("--job.config-file=x.toml") == '[job] config_file = "x.toml": no such file'
+
+
+def test_toml_syntax_error_names_line() -> None:
+    message = refusal_of(toml="[training]\nsteps = \n")
+    assert message.startswith('[job] config_file = "run.toml": not valid TOML: ')
+    assert "line 2" in message
+
+
+# --- values
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--training.steps=0"], "[training] steps = 0: must be at least 1"),
+        (["--training.seq_len=0"], "[training] seq_len = 0: must be at least 1"),
+        (["--training.local_batch_size=-2"], "local_batch_size = -2: must be at least 1"),
+        (["--training.global_batch_size=0"], "global_batch_size = 0: must be -1 or at least 1"),
+        (["--training.max_norm=0"], "max_norm = 0: must be greater than 0"),
+        (["--training.max_norm=nan"], "max_norm = nan: must be greater than 0"),
+        (["--training.gc_freq=0"], "gc_freq = 0: must be at least 1"),
+        (["--metrics.log_freq=0"], "[metrics] log_freq = 0: must be at least 1"),
+        (["--optimizer.lr=0"], "[optimizer] lr = 0.0: must be greater than 0"),
+        (["--optimizer.lr=inf"], "[optimizer] lr = inf: must be greater than 0"),
+        (["--optimizer.beta1=1"], "beta1 = 1.0: must be at least 0 and below 1"),
+        (["--optimizer.weight_decay=-1"], "weight_decay = -1.0: must be at least 0"),
+        (["--optimizer.name=adamw"], "must be one of Adam, AdamW, SGD (did you mean"),
+        (["--lr_scheduler.warmup_steps=-1"], "warmup_steps = -1: must be at least 0"),
+        (["--lr_scheduler.decay_ratio=2"], "decay_ratio = 2: must be between 0 and 1"),
+        (["--debug.seed=-1"], "[debug] seed = -1: must be at least 0"),
+        (["--job.dump_folder="], '[job] dump_folder = "": must be a name, not empty'),
+        (["--job.dump_folder=run.toml/x"], "is not a folder"),
+        (["--model.converters=float8"], "must be a list of quantize.linear.float8"),
+        (["--model.converters=quantize.linear.float8"], "needs the package torchao"),
+        (["--metrics.enable_wandb"], "[metrics] enable_wandb = true: needs the package wandb"),
+        (["--compile.enable", "--compile.backend=inductr"], '(did you mean "inductor"?)'),
+        (["--compile.enable", "--compile.backend=eager"], "must be inductor or aot_eager where"),
+        (["--compile.enable", "--compile.components=optim"], "must be a list of model, loss"),
+        (
+            ["--profiling.enable_profiling", "--profiling.profile_freq=3"],
+            "profile_freq = 3: must be at least profiler_warmup + profiler_active = 4",
+        ),
+        (["--checkpoint.enable", "--checkpoint.interval=0"], "interval = 0: must be at least 1"),
+        (["--checkpoint.enable", "--checkpoint.keep_latest_k=1"], "keep_latest_k = 1: must be 0"),
+        (["--checkpoint.enable", "--checkpoint.initial_load_path=x"], '"x": no such folder'),
+        (["--checkpoint.enable", "--checkpoint.exclude_from_loading=optim"], "must be a list of"),
+        (["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"], "needs 1 rank, not 4"),
+        (
+            [
+                "--checkpoint.enable",
+                "--checkpoint.initial_load_in_hf",
+                "--checkpoint.no_initial_load_model_only",
+            ],
+            "initial_load_model_only = false: must be true with initial_load_in_hf",
+        ),
+        (["--validation.enable", "--validation.steps=0"], "steps = 0: must be -1 or at least 1"),
+        (["--validation.enable", "--validation.freq=0"], "[validation] freq = 0: must be at"),
+        (["--activation_checkpoint.selective_ac_option=0"], 'must be "op", or a positive integer'),
+        (["--activation_checkpoint.selective_ac_option=ops"], '"ops": must be "op", or'),
+        (["--activation_checkpoint.mode=memory_budget"], "nothing pins its random numbers"),
+        (["--activation_checkpoint.determinism_check=x"], "must be one of default, none"),
+        (["--activation_checkpoint.no_preserve_rng_state"], "draws other dropout masks"),
+        (["--optimizer.early_step_in_backward"], "training.max_norm has not clipped yet"),
+        (["--parallelism.tensor_parallel_degree=2"], "= 2: not supported yet; use 1"),
+        (["--parallelism.context_parallel_degree=2"], "= 2: not supported yet; use 1"),
+        (["--parallelism.pipeline_parallel_degree=2"], "= 2: not supported yet; use 1"),
+        (["--parallelism.expert_tensor_parallel_degree=2"], "= 2: not supported yet; use 1"),
+        (["--parallelism.enable_async_tensor_parallel"], "= true: not supported yet; use false"),
+        (["--parallelism.expert_parallel_comm_backend=deepep"], 'yet; use "standard"'),
+        (["--fault_tolerance.enable"], "[fault_tolerance] enable = true: not supported"),
+        (["--memory_estimation.enable"], "[memory_estimation] enable = true: not supported"),
+        (["--comm.mode=local_tensor"], "must be default or fake_backend: local_tensor"),
+        (["--model.tokenizer_path=x"], "deprecated; use model.hf_assets_path"),
+        (["--experimental.custom_args_module=x"], "deprecated; use job.custom_config_module"),
+    ],
+)
+def test_value_out_of_range_is_refused(flags: list[str], message: str) -> None:
+    assert message in refusal_of(*flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--training.max_norm=0.1", "--optimizer.name=SGD"],
+        ["--checkpoint.enable", "--checkpoint.keep_latest_k=0"],
+        ["--activation_checkpoint.selective_ac_option=op"],
+        ["--parallelism.tensor_parallel_degree=1"],
+        ["--checkpoint.enable", "--checkpoint.last_save_in_hf"],
+        ["--compile.enable", "--compile.backend=eager", "--activation_checkpoint.mode=none"],
+        ["--validation.enable", "--validation.steps=-1"],
+        ["--comm.mode=fake_backend"],
+    ],
+)
+def test_value_at_the_edge_is_accepted(flags: list[str]) -> None:
+    load(*flags)
+
+
+# --- ranks and batches
+
+
+@pytest.mark.parametrize(
+    ("world_size", "degrees", "message"),
+    [
+        (4, {"data_parallel_shard": 3}, "shard_degree = 3: the product of the degrees must be the"),
+        (
+            4,
+            {"data_parallel_shard": 3, "data_parallel_replicate": 2},
+            "must be 2 (or -1) on 4 ranks with data_parallel_replicate_degree = 2",
+        ),
+        (1, {"data_parallel_shard": 2}, "must be 1 (or -1) on 1 rank"),
+        (4, {"data_parallel_replicate": 3}, "replicate_degree = 3: must divide the number of ran"),
+        (4, {"data_parallel_replicate": 3}, "1, 2 or 4 on 4 ranks"),
+        (4, {"data_parallel_replicate": 8, "data_parallel_shard": 1}, "replicate_degree = 8:"),
+        (4, {"data_parallel_shard": 0}, "shard_degree = 0: must be -1 or at least 1"),
+        (4, {"data_parallel_replicate": 0}, "replicate_degree = 0: must be at least 1"),
+        (8, {"expert_parallel": 3}, "expert_parallel_degree = 3: must divide the 8 ranks"),
+        (8, {"expert_parallel": 3}, "one replica: 1, 2, 4 or 8"),
+        (8, {"data_parallel_replicate": 2, "expert_parallel": 8}, "divide the 4 ranks"),
+    ],
+)
+def test_degrees_not_fitting_are_refused(
+    world_size: int, degrees: dict[str, int], message: str
+) -> None:
+    flags = [f"--parallelism.{name}_degree={degree}" for name, degree in degrees.items()]
+    refused = refusal_of(*flags, world_size=world_size)
+    assert refused.startswith("[parallelism] ")
+    assert message in refused
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "expert"), [(1, -1, 4), (1, 4, 1), (2, 2, 2), (4, 1, 1), (2, -1, 2)]
+)
+def test_degrees_fitting_are_accepted(replicate: int, shard: int, expert: int) -> None:
+    load(
+        f"--parallelism.data_parallel_replicate_degree={replicate}",
+        f"--parallelism.data_parallel_shard_degree={shard}",
+        f"--parallelism.expert_parallel_degree={expert}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (10, "must be -1 or a multiple of 8 (local_batch_size 2 x 4 data parallel ranks)"),
+        (10, "nearest: 8 or 16"),
+        (3, "nearest: 8"),
+        (16, None),
+        (-1, None),
+    ],
+)
+def test_global_batch_size_must_be_whole(size: int, message: str | None) -> None:
+    flags = (f"--training.global_batch_size={size}", "--training.local_batch_size=2")
+    if message is None:
+        load(*flags)
+    else:
+        assert message in refusal_of(*flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--profiling.enable_memory_snapshot"],
+        ["--training.enable_cpu_offload"],
+        ["--training.dataloader.pin_memory"],
+        ["--validation.dataloader.pin_memory", "--validation.enable"],
+        ["--checkpoint.async_mode=async_with_pinned_mem", "--checkpoint.enable"],
+    ],
+)
+def test_accelerator_feature_on_cpu_is_refused(flags: list[str]) -> None:
+    assert "needs an accelerator" in refusal_of(*flags)
+    load(*flags, device_type="cuda")
+
+
+# --- options without effect
+
+PRESETS = [
+    # key, a value, the switch with its off and on states
+    ("checkpoint.interval", "5", "checkpoint.enable", "false", "true"),
+    ("checkpoint.folder", '"checkpoint"', "checkpoint.enable", "false", "true"),
+    ("validation.freq", "5", "validation.enable", "false", "true"),
+    ("profiling.profile_freq", "9", "profiling.enable_profiling", "false", "true"),
+    ("profiling.profiler_active", "2", "profiling.enable_profiling", "false", "true"),
+    ("compile.components", '["loss"]', "compile.enable", "false", "true"),
+    ("compile.backend", '"inductor"', "compile.enable", "false", "true"),
+    ("metrics.save_tb_folder", '"tb"', "metrics.enable_tensorboard", "false", "true"),
+    ("metrics.save_for_all_ranks", "true", "metrics.enable_tensorboard", "false", "true"),
+    ("optimizer.beta1", "0.9", "optimizer.name", '"SGD"', '"Adam"'),
+    ("lr_scheduler.decay_type", '"sqrt"', "lr_scheduler.decay_ratio", "0", "0.5"),
+    ("training.gc_freq", "5", "training.gc_debug", "true", "false"),
+    ("debug.deterministic_warn_only", "true", "debug.deterministic", "false", "true"),
+    ("comm.save_traces_folder", '"x"', "comm.trace_buf_size", "0", "10"),
+    ("comm.init_timeout_seconds", "5", "comm.mode", '"fake_backend"', '"default"'),
+    (
+        "activation_checkpoint.selective_ac_option",
+        '"2"',
+        "activation_checkpoint.mode",
+        '"full"',
+        '"selective"',
+    ),
+    ("activation_checkpoint.early_stop", "true", "activation_checkpoint.mode", '"none"', '"full"'),
+    (
+        "layer_wrap.save_ops",
+        '["aten.mm"]',
+        "activation_checkpoint.selective_ac_option",
+        '"2"',
+        '"op"',
+    ),
+    (
+        "training.dataloader.prefetch_factor",
+        "2",
+        "training.dataloader.num_workers",
+        "0",
+        "1",
+    ),
+]
+
+
+def as_toml_file(**values: str) -> str:
+    """TOML text from dotted keys (with __ for the dots) and literal values."""
+    lines = []
+    for key, value in values.items():
+        section, _, name = key.replace("__", ".").rpartition(".")
+        lines.append((section, f"{name} = {value}"))
+    sections = dict.fromkeys(section for section, _ in lines)
+    return "\n".join(
+        "\n".join([f"[{section}]", *(line for s, line in lines if s == section)])
+        for section in sections
+    )
+
+
+def as_flag(key: str, value: str) -> str:
+    return f"--{key}={value.strip('[]').replace(chr(34), '')}"
+
+
+@pytest.mark.parametrize(("key", "value", "switch", "off", "on"), PRESETS)
+def test_governed_key_needs_its_switch(
+    key: str, value: str, switch: str, off: str, on: str
+) -> None:
+    name = key.replace(".", "__")
+    only_key = as_toml_file(**{name: value})
+    with_off = as_toml_file(**{name: value, switch.replace(".", "__"): off})
+    message = f"{key.rpartition('.')[2]} = "
+
+    # Both in one file: a preset. By flag there is nothing to keep ready.
+    load(toml=with_off)
+    refused = refusal_of(as_flag(key, value), as_flag(switch, off), toml="")
+    assert message in refused and "has no effect" in refused
+    # The switch in the other place.
+    load(as_flag(switch, off), toml=only_key)
+    assert "has no effect" in refusal_of(as_flag(key, value), toml=with_off)
+    # On, it does not matter where.
+    load(as_flag(switch, on), toml=only_key)
+    load(as_flag(key, value), as_flag(switch, on), toml="")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("checkpoint.interval", "500", "while checkpoint.enable is false"),
+        ("validation.dataset", '"c4_validation"', "while validation.enable is false"),
+        ("profiling.save_memory_snapshot_folder", '"x"', "enable_memory_snapshot is false"),
+        ("activation_checkpoint.memory_budget", "0.5", 'mode is "memory_budget"'),
+        ("parallelism.pipeline_parallel_schedule", '"1F1B"', "pipeline_parallel_degree is 1"),
+        ("parallelism.context_parallel_rotate_method", '"alltoall"', "context_parallel_degree"),
+        ("parallelism.disable_loss_parallel", "true", "tensor_parallel_degree is 1"),
+        ("quantize.linear.mx.recipe_name", '"x"', 'unless model.converters has "quantize.linear'),
+        ("fault_tolerance.group_size", "2", "while fault_tolerance.enable is false"),
+        ("memory_estimation.disable_fake_mode", "true", "memory_estimation.enable is false"),
+        ("layer_wrap.save_ops", "[]", 'while no layer uses "op" checkpointing'),
+    ],
+)
+def test_governed_key_alone_is_refused(key: str, value: str, message: str) -> None:
+    refused = refusal_of(toml=as_toml_file(**{key.replace(".", "__"): value}))
+    assert f"{value}: has no effect" in refused
+    assert message in refused
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("[checkpoint]\nenable = true\ninitial_load_model_only = false", "unless checkpoint.init"),
+        ("[checkpoint]\nenable = true\nload_only = true\ninterval = 5", None),
+        (
+            "[checkpoint]\nenable = true\nlast_save_model_only = false\nexport_dtype = 'float16'",
+            None,
+        ),
+        ("[checkpoint]\nenable = true\nenable_ft_dataloader_checkpoints = true", "fault_tolerance"),
+        (
+            '[activation_checkpoint]\nmode = "selective"\n[layer_wrap]\nsave_ops = ["x"]',
+            'uses "op"',
+        ),
+    ],
+)
+def test_second_switch_counts(toml: str, message: str | None) -> None:
+    if message is None:
+        load(toml=toml)
+    else:
+        assert message in refusal_of(toml=toml)
+
+
+def test_layer_rule_turns_switch_on() -> None:
+    toml = '[activation_checkpoint]\nmode = "none"\nearly_stop = true\n[compile]\nenable = false\n'
+    toml += '[layer_wrap]\nsave_ops = ["x"]\n[[layer_wrap.rules]]\nlayers = "0"\n'
+    load("--compile.backend=aot_eager", toml=toml + 'checkpoint = "op"\ncompile = true\n')
+    assert "nothing is compiled" in refusal_of(
+        "--compile.backend=aot_eager", toml=toml + 'checkpoint = "op"\n'
+    )
+
+
+def test_every_key_is_always_read_governed_or_refused() -> None:
+    keys = list(leaf_types(type(load())))
+    tables = [ALWAYS_READ, set(GOVERNED), set(REFUSED)]
+    places = {key: sum(key in table for table in tables) for key in keys}
+    assert {key: n for key, n in places.items() if n != 1} == {}
+    assert set().union(*tables) == set(keys)
+    assert len(ALWAYS_READ) + len(GOVERNED) + len(REFUSED) == len(keys)
+
+
+# --- the model, its files and its data
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model.name=fak"], '[model] name = "fak": must be one of '),
+        (["--model.name=fak"], '(did you mean "fake"?)'),
+        (["--model.name=llama3"], '[model] name = "llama3": must be one of '),
+        (["--model.flavor=smal"], 'must be one of small (did you mean "small"?)'),
+        (["--experimental.custom_import="], 'custom_import = "": must be a name, not empty'),
+        (["--experimental.custom_import=nowhere"], 'custom_import = "nowhere": no such module'),
+        (["--model.hf_assets_path=nowhere"], '[model] hf_assets_path = "nowhere": no such folder'),
+        (["--model.hf_assets_path=."], "has no tokenizer: needs tokenizer.json"),
+        (["--training.dataset=missing"], '[training] dataset = "missing": no such corpus'),
+        (["--validation.enable", "--validation.dataset=missing"], "[validation] dataset = "),
+        (["--model.name=fake_bare", "--validation.enable"], "fake_bare has no validator"),
+        (
+            ["--model.name=fake_bare", "--checkpoint.enable", "--checkpoint.last_save_in_hf"],
+            "fake_bare has no conversion",
+        ),
+    ],
+)
+def test_model_mistake_is_named(flags: list[str], message: str) -> None:
+    assert message in refusal_of(*flags)
+
+
+def test_spec_check_config_is_called() -> None:
+    assert "fewer than 64 ranks" in refusal_of(world_size=64)
+
+
+def test_disabled_validation_data_is_not_checked() -> None:
+    load(toml='[validation]\nenable = false\ndataset = "missing"')
+
+
+def test_missing_input_path_falls_back_to_repository_root(tmp_path: Path) -> None:
+    inside = next(path for path in REPOSITORY_ROOT.iterdir() if path.is_dir())
+    message = refusal_of(f"--model.hf_assets_path={inside.name}")
+    assert f'"{inside}": has no tokenizer' in message
+    # One in the current folder comes first.
+    (tmp_path / inside.name).mkdir()
+    (tmp_path / inside.name / "tokenizer.json").write_text("{}")
+    config = load(f"--model.hf_assets_path={inside.name}")
+    assert config.model.hf_assets_path == inside.name
+
+
+# --- the resolved configuration
+
+
+@pytest.mark.parametrize(
+    ("flags", "toml"),
+    [
+        ([], ""),
+        (["--training.steps=3", "--optimizer.lr=1e-5", "--job.description=a \\ \"b\" 'ü'"], ""),
+        (["--optimizer.name=SGD", "--training.max_norm=inf", "--debug.seed=1"], ""),
+        (["--checkpoint.enable", "--checkpoint.interval=5", "--compile.enable"], ""),
+        (["--checkpoint.no_enable"], "[checkpoint]\nenable = true\ninterval = 5"),
+        ([], "[checkpoint]\nenable = true\nload_only = true\ninterval = 5"),
+        ([], "[profiling]\nenable_profiling = false\nprofile_freq = 77"),
+        (["--activation_checkpoint.mode=none"], "[layer_wrap]\nsave_ops = ['x']"),
+        (
+            ["--activation_checkpoint.mode=full"],
+            "[[layer_wrap.rules]]\nlayers = '0-3'\ncheckpoint = 'op'\n"
+            "[[layer_wrap.rules]]\nlayers = 'moe'\ncompile = false\n",
+        ),
+        (["--training.dataloader.num_workers=2"], "[training.dataloader]\nprefetch_factor = 3"),
+        (["--comm.mode=fake_backend"], "[comm]\ntrain_timeout_seconds = 7"),
+    ],
+)
+def test_resolved_config_loads_to_the_same(flags: list[str], toml: str) -> None:
+    config = load(*flags, toml=toml)
+    save_resolved_config(config, "config.toml")
+    args = ["--job.config_file=config.toml"]
+    again = load_job_config(args, world_size=4, device_type="cpu")
+    assert again.job.config_file == "config.toml"
+    again.job.config_file = config.job.config_file
+    assert again == config

@@ -1,0 +1,1 @@
+"""Training extensions for torchtitan 0.2.2: faithful recomputation under compile and checkpoint."""

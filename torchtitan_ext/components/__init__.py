@@ -1,0 +1,1 @@
+"""Parts that the trainer is assembled from."""

@@ -1,0 +1,8 @@
+"""The configuration: our sections of it, how it is read, and what is refused.
+
+torchtitan finds our sections through this module (``job.custom_config_module``).
+"""
+
+from .sections import JobConfig, LayerRule, LayerWrap, Metrics, match_layers
+
+__all__ = ["JobConfig", "LayerRule", "LayerWrap", "Metrics", "match_layers"]

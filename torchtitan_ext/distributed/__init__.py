@@ -1,0 +1,1 @@
+"""Parallelisms, checkpointing and compilation, applied to single-device models from outside."""

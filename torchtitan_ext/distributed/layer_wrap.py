@@ -1,0 +1,173 @@
+"""Activation checkpointing and compilation, block by block.
+
+A block is wrapped in a checkpoint, and the wrapper is compiled as one full graph. In that order
+the compiler sees the recomputation, and replays the forward's random state in it.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torchtitan.config import JobConfig
+from torchtitan.tools.logging import logger
+
+from torchtitan_ext.config import match_layers
+
+from .save_ops import is_routing_decision, resolve_save_ops
+
+Checkpoint = Literal["none", "full", "op"]
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How one block is wrapped."""
+
+    layer_id: int
+    moe_enabled: bool
+    checkpoint: Checkpoint
+    compile: bool
+
+
+def resolve_layer_plans(
+    job_config: JobConfig, layer_ids: list[int], moe_layer_ids: set[int]
+) -> list[LayerPlan]:
+    """Decides for each layer: [activation_checkpoint] and [compile], then the rules in order.
+
+    Raises:
+        ValueError: a rule matches no layer.
+    """
+    compile_model = job_config.compile.enable and "model" in job_config.compile.components
+    checkpoints = {
+        layer_id: _default_checkpoint(job_config, position)
+        for position, layer_id in enumerate(layer_ids)
+    }
+    compiles = dict.fromkeys(layer_ids, compile_model)
+    for number, rule in enumerate(job_config.layer_wrap.rules):
+        matched = match_layers(rule.layers, layer_ids, moe_layer_ids)
+        if not matched:
+            raise ValueError(
+                f'[layer_wrap] rules[{number}].layers = "{rule.layers}": matches no layer; '
+                f"the model has layers {layer_ids[0]}-{layer_ids[-1]}, "
+                f"of which {len(moe_layer_ids)} are MoE layers"
+            )
+        for layer_id in matched:
+            checkpoints[layer_id] = rule.checkpoint or checkpoints[layer_id]
+            compiles[layer_id] = compiles[layer_id] if rule.compile is None else rule.compile
+    return [
+        LayerPlan(layer_id, layer_id in moe_layer_ids, checkpoints[layer_id], compiles[layer_id])
+        for layer_id in layer_ids
+    ]
+
+
+def _default_checkpoint(job_config: JobConfig, position: int) -> Checkpoint:
+    ac = job_config.activation_checkpoint
+    if ac.mode != "selective":
+        assert ac.mode in ("none", "full"), ac.mode
+        return ac.mode
+    if ac.selective_ac_option == "op":
+        return "op"
+    every = int(ac.selective_ac_option)
+    return "full" if (position + 1) % every == 0 else "none"
+
+
+def apply_layer_wrap(model: nn.Module, job_config: JobConfig) -> None:
+    """Wraps each block of ``model.layers`` as the configuration says, and logs the table."""
+    layers = model.get_submodule("layers")
+    blocks = {int(name): block for name, block in layers.named_children()}
+    moe_layer_ids = {i for i, block in blocks.items() if getattr(block, "moe_enabled", False)}
+    plans = resolve_layer_plans(job_config, list(blocks), moe_layer_ids)
+    save_ops = resolve_save_ops(job_config.layer_wrap.save_ops)
+    for plan in plans:
+        block = blocks[plan.layer_id]
+        if plan.checkpoint != "none":
+            block = _checkpoint(block, plan, job_config, save_ops)
+            layers.register_module(str(plan.layer_id), block)
+        if plan.compile:
+            # block.compile(), not torch.compile(block): parameter names stay as they are
+            block.compile(backend=job_config.compile.backend, fullgraph=True)
+    logger.info(f"Applied checkpoint and compile to {len(plans)} layers:\n{_table(plans)}")
+
+
+def _checkpoint(
+    block: nn.Module, plan: LayerPlan, job_config: JobConfig, save_ops: set[Any]
+) -> nn.Module:
+    ac = job_config.activation_checkpoint
+    options: dict[str, Any] = {}
+    if plan.checkpoint == "op":
+        recompute_shapes = _force_recompute_shapes(block, plan.layer_id, ac)
+        options["context_fn"] = lambda: _selective_contexts(save_ops, recompute_shapes)
+    elif plan.moe_enabled:
+        options["context_fn"] = lambda: _selective_contexts(set(), set())
+    return checkpoint_wrapper(
+        block,
+        preserve_rng_state=True,
+        determinism_check=ac.determinism_check,
+        early_stop=ac.early_stop,
+        debug=ac.debug,
+        **options,
+    )
+
+
+def _selective_contexts(save_ops: set[Any], recompute_shapes: set[tuple[int, ...]]) -> Any:
+    return create_selective_checkpoint_contexts(_policy(save_ops, recompute_shapes))
+
+
+def _policy(
+    save_ops: set[Any], recompute_shapes: set[tuple[int, ...]]
+) -> Callable[..., CheckpointPolicy]:
+    """Routing decisions are always kept: the recomputation sends every token where it went.
+
+    Of the plain matrix products every second one is kept, as in torchtitan.
+    """
+    num_mm: Counter[bool] = Counter()
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if is_routing_decision(op, args, kwargs):
+            return CheckpointPolicy.MUST_SAVE
+        if op not in save_ops:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if op == torch.ops.aten.mm.default:
+            if tuple(args[1].shape) in recompute_shapes:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            num_mm[context.is_recompute] += 1
+            if num_mm[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
+
+    return policy
+
+
+def _force_recompute_shapes(block: nn.Module, layer_id: int, ac: Any) -> set[tuple[int, ...]]:
+    """Shapes of the transposed weights that [activation_checkpoint] says never to keep."""
+    names = ac.per_op_sac_force_recompute_mm_shapes_by_fqns
+    return {
+        (module.in_features, module.out_features)
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear)
+        and any(part in f"layers.{layer_id}.{name}" for part in names)
+    }
+
+
+def _table(plans: list[LayerPlan]) -> str:
+    """A line for each run of layers that are wrapped alike."""
+    lines = [f"  {'layers':>9}  {'kind':<5}  {'checkpoint':<10}  compile"]
+    start = 0
+    for end in range(1, len(plans) + 1):
+        first, last = plans[start], plans[end - 1]
+        if end < len(plans) and _alike(first, plans[end]):
+            continue
+        ids = str(first.layer_id) if first == last else f"{first.layer_id}-{last.layer_id}"
+        kind = "moe" if first.moe_enabled else "dense"
+        compiled = "yes" if first.compile else "no"
+        lines.append(f"  {ids:>9}  {kind:<5}  {first.checkpoint:<10}  {compiled}")
+        start = end
+    return "\n".join(lines)
+
+
+def _alike(a: LayerPlan, b: LayerPlan) -> bool:
+    return (a.moe_enabled, a.checkpoint, a.compile) == (b.moe_enabled, b.checkpoint, b.compile)

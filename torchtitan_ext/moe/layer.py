@@ -1,0 +1,63 @@
+"""The mixture-of-experts layer.
+
+Shapes: B batch, S sequence, T = B * S tokens, D model, E experts, K top-k, R rows received.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .args import MoEArgs
+from .dispatch import Dispatcher, LocalDispatcher
+from .experts import GroupedExperts
+from .router import TokenChoiceRouter
+
+
+class FeedForward(nn.Module):
+    """SwiGLU feed-forward: ``w2(silu(w1 x) * w3 x)`` (arXiv:2002.05202)."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class MoE(nn.Module):
+    """Routed and shared experts. Returns what it counted: nothing is written on the module.
+
+    ``expert_bias`` (E,) shifts the router's choice towards experts with few tokens
+    (arXiv:2408.15664). It is a buffer, moved once per optimizer step from outside
+    (:class:`torchtitan_ext.components.load_balance.ExpertLoad`); it exists only if balancing is on.
+    """
+
+    expert_bias: torch.Tensor | None
+
+    def __init__(self, args: MoEArgs, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.router = TokenChoiceRouter(args, dim)
+        self.experts = GroupedExperts(args.num_experts, dim, hidden_dim)
+        self.shared_experts = (
+            FeedForward(dim, hidden_dim * args.num_shared_experts)
+            if args.num_shared_experts > 0
+            else None
+        )
+        self.load_balance_coeff = args.load_balance_coeff
+        bias = torch.zeros(args.num_experts) if args.load_balance_coeff > 0 else None
+        self.register_buffer("expert_bias", bias)
+        # Expert parallelism puts an AllToAllDispatcher here; the layer itself knows no ranks.
+        self.dispatcher: Dispatcher = LocalDispatcher()
+
+    def forward(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the layer's output (B, S, D) and the tokens per expert (E,), int64."""
+        x_TD = x_BSD.flatten(0, 1)
+        routing = self.router(x_TD, self.expert_bias)
+        x_RD, tokens_per_local_expert, state = self.dispatcher.dispatch(x_TD, routing)
+        y_RD = self.experts(x_RD, tokens_per_local_expert)
+        y_TD = self.dispatcher.combine(y_RD, routing, state)
+        if self.shared_experts is not None:
+            y_TD = y_TD + self.shared_experts(x_TD)
+        return y_TD.view_as(x_BSD), routing.tokens_per_expert_E
