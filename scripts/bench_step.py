@@ -4,9 +4,10 @@
     python scripts/bench_step.py --job.config_file=train_configs/deepseek_v3_debug.toml \\
         --ngpu 4 --runs 3 --compile.enable
 
-Every run is a fresh start. Other flags are the configuration's, as for run_train.sh. On a machine
-that others use too, tokens_per_cpu_second is the steadier figure: it divides by the processor time
-of all ranks.
+Every run is a fresh start of --ngpu ranks; under torchrun the ranks that exist make one run. All
+other flags are the configuration's, as for run_train.sh. The last line printed is one JSON object.
+On a machine that others use, too, tokens_per_cpu_second is the steadier figure: it divides by the
+processor time of all ranks.
 """
 
 import argparse
@@ -19,105 +20,119 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan_ext import launch
-from torchtitan_ext.config.load import ConfigError, load_job_config
+from torchtitan_ext.config.error import ConfigError
+from torchtitan_ext.launch import is_rank, run_on_ranks
+
+Measurement = dict[str, float]
 
 
-def main() -> None:
+def main() -> int:
     options, flags = _parse_args()
-    if launch.is_rank():
-        _measure_rank(options, flags)
-        return
-    try:  # before any rank starts
-        _load(flags, options.ngpu)
+    try:
+        if is_rank():
+            runs = _measure_on_this_rank(options, flags)
+        else:
+            _load_config(flags, options.ngpu)  # refused before any rank starts
+            runs = [_measure_on_new_ranks(options, flags) for _ in range(options.runs)]
     except ConfigError as error:
-        sys.exit(_refuse(str(error)))
-    runs = []
-    for number in range(options.runs):
-        arguments = [*flags, f"--steps={options.steps}", f"--warmup={options.warmup}"]
-        output = launch.run_on_ranks(__file__, arguments, options.ngpu)
-        runs.append(json.loads(output.splitlines()[-1]))
-        print(f"run {number + 1} of {options.runs}: {_line(runs[-1])}", file=sys.stderr)
-    print(json.dumps(_summary(runs, options, flags)))
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if runs:
+        print(json.dumps(_summary(runs, options, flags)), flush=True)
+    return 0
 
 
 def _parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--ngpu", type=int, default=1, help="ranks to start (default 1)")
-    parser.add_argument("--runs", type=int, default=1, help="fresh starts (default 1)")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps a run (default 10)")
+    parser.add_argument("--ngpu", type=_at_least_one, default=1, help="ranks to start (1)")
+    parser.add_argument("--runs", type=_at_least_one, default=1, help="fresh starts (1)")
+    parser.add_argument("--steps", type=_at_least_one, default=10, help="measured steps (10)")
     parser.add_argument(
-        "--warmup", type=int, default=4, help="steps before, the first of them included (default 4)"
+        "--warmup", type=_at_least_one, default=4, help="steps before, the first included (4)"
     )
     parser.add_argument(
-        "--json", action="store_true", help="accepted: the last line is JSON anyway"
+        "--json", action="store_true", help="accepted; the last line is JSON anyway"
     )
-    options, flags = parser.parse_known_args()
-    for name in ("ngpu", "runs", "steps", "warmup"):
-        if getattr(options, name) < 1:
-            sys.exit(_refuse(f"--{name} = {getattr(options, name)}: must be at least 1"))
-    return options, flags
+    return parser.parse_known_args()
 
 
-def _refuse(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return 2
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
 
 
-def _load(flags: list[str], world_size: int) -> Any:
+def _load_config(flags: list[str], world_size: int) -> Any:
+    from torchtitan_ext.config.load import load_job_config
     from torchtitan_ext.device import DEVICE_TYPE
 
     return load_job_config(flags, world_size=world_size, device_type=DEVICE_TYPE)
 
 
-def _measure_rank(options: argparse.Namespace, flags: list[str]) -> None:
-    import torch
-    import torch.distributed as dist
+def _measure_on_new_ranks(options: argparse.Namespace, flags: list[str]) -> Measurement:
+    args = [*flags, f"--steps={options.steps}", f"--warmup={options.warmup}"]
+    output = run_on_ranks(os.path.abspath(__file__), args, options.ngpu)
+    (run,) = json.loads(output.splitlines()[-1])["runs"]
+    print(_line(run), file=sys.stderr)
+    return run
 
-    from torchtitan_ext.trainer import ExtTrainer
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+def _measure_on_this_rank(options: argparse.Namespace, flags: list[str]) -> list[Measurement]:
+    """Trains on the ranks that exist; the first of them returns what was measured."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = [*flags, f"--job.dump_folder={folder}"]
-        trainer = ExtTrainer(_load(flags, int(os.environ["WORLD_SIZE"])))
-        batches = trainer.batch_generator(trainer.dataloader)
-        seconds, cpu_seconds = [], []
-        for _ in range(options.warmup + options.steps):
-            dist.barrier()
-            start, cpu_start = time.perf_counter(), time.process_time()
-            trainer.step += 1
-            trainer.train_step(batches)
-            seconds.append(time.perf_counter() - start)
-            cpu_seconds.append(time.process_time() - cpu_start)
+        config = _load_config(
+            [*flags, f"--job.dump_folder={folder}"], int(os.environ["WORLD_SIZE"])
+        )
+        # Imported late: with a configuration that is refused, the wait would be for nothing.
+        import torch.distributed as dist
+
+        from torchtitan_ext.trainer import ExtTrainer
+
+        trainer = ExtTrainer(config)
+        seconds, cpu_seconds = _time_steps(trainer, options.warmup + options.steps)
         memory = trainer.metrics_processor.device_memory_monitor.get_peak_stats().max_reserved_gib
         ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, (cpu_seconds[options.warmup :], memory))
-        if dist.get_rank() == 0:
-            training = trainer.job_config.training
-            steady = seconds[options.warmup :]
-            result = {
-                "first_step_seconds": seconds[0],
-                "step_seconds": statistics.median(steady),
-                "cpu_seconds": statistics.median(
-                    map(sum, zip(*(r[0] for r in ranks), strict=True))
-                ),
-                "peak_memory_gib": max(r[1] for r in ranks),
-                "tokens_per_step": trainer.gradient_accumulation_steps
-                * training.local_batch_size
-                * training.seq_len
-                * trainer.parallel_dims.dp_replicate
-                * trainer.parallel_dims.dp_shard,
-            }
-            print(json.dumps(result), flush=True)
+        dist.all_gather_object(ranks, (cpu_seconds, memory))
+        is_first_rank = dist.get_rank() == 0
+        tokens = trainer.ntokens_seen / trainer.step * trainer.parallel_dims.dp_shard
+        tokens *= trainer.parallel_dims.dp_replicate
         trainer.close()
-    dist.destroy_process_group()
+        dist.destroy_process_group()
+    cpu_of_all_ranks = [sum(step) for step in zip(*(cpu for cpu, _ in ranks), strict=True)]
+    run = {
+        "tokens_per_step": tokens,
+        "first_step_seconds": seconds[0],
+        "step_seconds": statistics.median(seconds[options.warmup :]),
+        "cpu_seconds": statistics.median(cpu_of_all_ranks[options.warmup :]),
+        "peak_memory_gib": max(memory for _, memory in ranks),
+    }
+    return [run] if is_first_rank else []
 
 
-def _line(run: dict[str, float]) -> str:
+def _time_steps(trainer: Any, num_steps: int) -> tuple[list[float], list[float]]:
+    """Wall and processor seconds of each step, on this rank."""
+    import torch.distributed as dist
+
+    batches = trainer.batch_generator(trainer.dataloader)
+    seconds, cpu_seconds = [], []
+    for _ in range(num_steps):
+        dist.barrier()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        trainer.step += 1
+        trainer.train_step(batches)
+        trainer.synchronize()
+        seconds.append(time.perf_counter() - start)
+        cpu_seconds.append(time.process_time() - cpu_start)
+    return seconds, cpu_seconds
+
+
+def _line(run: Measurement) -> str:
     return (
         f"{run['tokens_per_step'] / run['step_seconds']:,.0f} tokens/s, "
         f"{run['tokens_per_step'] / run['cpu_seconds']:,.0f} tokens per CPU-second, "
@@ -126,21 +141,23 @@ def _line(run: dict[str, float]) -> str:
 
 
 def _summary(
-    runs: list[dict[str, float]], options: argparse.Namespace, flags: list[str]
+    runs: list[Measurement], options: argparse.Namespace, flags: list[str]
 ) -> dict[str, Any]:
-    import torch
+    from importlib.metadata import version
 
-    tokens = runs[0]["tokens_per_step"]
+    def median(value: Any) -> float:
+        return statistics.median(map(value, runs))
+
     return {
-        "tokens_per_second": statistics.median(tokens / run["step_seconds"] for run in runs),
-        "tokens_per_cpu_second": statistics.median(tokens / run["cpu_seconds"] for run in runs),
-        "first_step_seconds": statistics.median(run["first_step_seconds"] for run in runs),
-        "step_seconds": statistics.median(run["step_seconds"] for run in runs),
+        "tokens_per_second": median(lambda run: run["tokens_per_step"] / run["step_seconds"]),
+        "tokens_per_cpu_second": median(lambda run: run["tokens_per_step"] / run["cpu_seconds"]),
+        "first_step_seconds": median(lambda run: run["first_step_seconds"]),
+        "step_seconds": median(lambda run: run["step_seconds"]),
         "peak_memory_gib": max(run["peak_memory_gib"] for run in runs),
         "runs": runs,
-        "settings": {**vars(options), "flags": flags, "torch": torch.__version__},
+        "settings": {**vars(options), "flags": flags, "torch": version("torch")},
     }
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,11 +1,19 @@
 """A DeepSeek-V3 small enough to run dozens of layouts, and one trainer run of it as data."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
+
+from models.deepseek_v3 import FLAVORS, DeepSeekV3ModelArgs
+from torchtitan_ext.components.initialize import CHECKPOINT_PREFIX
+from torchtitan_ext.config.load import load_job_config
+from torchtitan_ext.moe import MoEArgs
+from torchtitan_ext.trainer import ExtTrainer
 
 CONFIG = "tests/assets/deepseek_v3_tiny.toml"
 
@@ -17,38 +25,23 @@ class Run:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """After clipping, one dictionary a step."""
     counts: list[list[list[int]]] = field(default_factory=list)
+    """Tokens per expert of all ranks: steps x layers x experts."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    num_graphs: int = 0
+    """Parameters and buffers after the last step."""
+    num_graphs: list[int] = field(default_factory=list)
+    """Graphs compiled so far, after each step."""
     graph_breaks: dict[str, int] = field(default_factory=dict)
 
 
-def build_trainer(flags: Sequence[str], dump_folder: str, **flavor: Any) -> Any:
-    """A real trainer for ``tests/assets/deepseek_v3_tiny.toml`` with flags; ranks must exist.
+def tiny_args(**changes: Any) -> DeepSeekV3ModelArgs:
+    """One dense and two MoE layers, sigmoid scores, node-limited groups.
 
     Args:
-        flavor: fields of DeepSeekV3ModelArgs to change; names of MoEArgs go there.
+        changes: fields of DeepSeekV3ModelArgs or of MoEArgs.
     """
-    import torch.distributed as dist
-
-    from models.deepseek_v3 import FLAVORS
-    from torchtitan_ext.config.load import load_job_config
-    from torchtitan_ext.trainer import ExtTrainer
-
-    FLAVORS.add("tiny", lambda: tiny_args(**flavor))
-    args = [f"--job.config_file={CONFIG}", f"--job.dump_folder={dump_folder}", *flags]
-    job_config = load_job_config(args, world_size=dist.get_world_size(), device_type="cpu")
-    return ExtTrainer(job_config)
-
-
-def tiny_args(**changes: Any) -> Any:
-    """Model arguments: one dense and two MoE layers, sigmoid scores, node-limited groups."""
-    from dataclasses import fields
-
-    from models.deepseek_v3 import DeepSeekV3ModelArgs
-    from torchtitan_ext.moe import MoEArgs
-
-    moe = {
+    moe: dict[str, Any] = {
         "num_experts": 8,
         "num_shared_experts": 1,
         "top_k": 3,
@@ -59,7 +52,7 @@ def tiny_args(**changes: Any) -> Any:
         "num_limited_groups": 2,
         "load_balance_coeff": 1e-2,
     }
-    model = {
+    model: dict[str, Any] = {
         "vocab_size": 2048,
         "dim": 64,
         "inter_dim": 96,
@@ -73,43 +66,73 @@ def tiny_args(**changes: Any) -> Any:
         "qk_rope_head_dim": 8,
         "v_head_dim": 16,
     }
+    moe_fields = {f.name for f in fields(MoEArgs)}
     for name, value in changes.items():
-        (moe if name in {f.name for f in fields(MoEArgs)} else model)[name] = value
+        (moe if name in moe_fields else model)[name] = value
     return DeepSeekV3ModelArgs(**model, moe_args=MoEArgs(**moe))
 
 
-def train(flags: Sequence[str], dump_folder: str, num_steps: int = 2, **flavor: Any) -> Run | None:
-    """Trains ``num_steps`` steps; the first rank returns what there is to compare."""
-    from torch._dynamo.utils import counters
+def build_trainer(flags: Sequence[str], dump_folder: str, **flavor: Any) -> ExtTrainer:
+    """A real trainer for the tiny TOML with flags, on the ranks that exist."""
+    FLAVORS.add("tiny", lambda: tiny_args(**flavor))
+    args = [f"--job.config_file={CONFIG}", f"--job.dump_folder={dump_folder}", *flags]
+    job_config = load_job_config(args, world_size=dist.get_world_size(), device_type="cpu")
+    return ExtTrainer(job_config)
 
-    trainer = build_trainer(flags, dump_folder, **flavor)
-    model = trainer.model_parts[0]
-    run = Run()
-    trainer.optimizers.register_step_pre_hook(
-        lambda *_: run.gradients.append(full_tensors(model, gradients=True))
-    )
-    log = trainer.metrics_processor.log
 
-    def record(step: int, loss: float, max_loss: float, grad_norm: float, extra: Any) -> None:
-        run.losses.append(loss)
-        run.grad_norms.append(grad_norm)
-
-    trainer.metrics_processor.log = lambda step, loss, top, norm, extra_metrics: record(
-        step, loss, top, norm, extra_metrics
-    )
-    assert log is not None
+def steps(trainer: ExtTrainer, num_steps: int) -> Iterator[int]:
+    """Trains a step each time it is advanced, after yielding the step's number."""
     batches = trainer.batch_generator(trainer.dataloader)
     for _ in range(num_steps):
         trainer.step += 1
+        yield trainer.step
         trainer.train_step(batches)
+
+
+def train(
+    flags: Sequence[str],
+    dump_folder: str,
+    num_steps: int = 2,
+    before_step: Callable[[ExtTrainer, int], None] = lambda trainer, step: None,
+    **flavor: Any,
+) -> Run | None:
+    """Trains some steps; the first rank returns what there is to compare."""
+    trainer = build_trainer(flags, dump_folder, **flavor)
+    run = observe(trainer)
+    for step in steps(trainer, num_steps):
+        before_step(trainer, step)
+    return finish(trainer, run)
+
+
+def observe(trainer: ExtTrainer) -> Run:
+    """A record that grows with every step the trainer makes from now on."""
+    run = Run()
+
+    def before_update(*_: Any) -> None:
+        run.gradients.append(full_tensors(trainer.model_parts[0], gradients=True))
+
+    def log(
+        step: int, loss: float, max_loss: float, grad_norm: float, extra_metrics: Any = None
+    ) -> None:
+        run.losses.append(loss)
+        run.grad_norms.append(grad_norm)
+        run.num_graphs.append(counters["stats"]["unique_graphs"])
         if trainer.expert_load.last_step_LE is not None:
             run.counts.append(trainer.expert_load.last_step_LE.tolist())
+
+    trainer.optimizers.register_step_pre_hook(before_update)
+    trainer.metrics_processor.log = log  # type: ignore[method-assign]
+    return run
+
+
+def finish(trainer: ExtTrainer, run: Run) -> Run | None:
+    assert not torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint
+    model = trainer.model_parts[0]
     run.weights = full_tensors(model) | {
         clean(name): buffer.clone() for name, buffer in model.named_buffers()
     }
-    run.num_graphs = counters["stats"]["unique_graphs"]
     run.graph_breaks = dict(counters["graph_break"])
-    return run if torch.distributed.get_rank() == 0 else None
+    return run if dist.get_rank() == 0 else None
 
 
 def full_tensors(model: torch.nn.Module, *, gradients: bool = False) -> dict[str, torch.Tensor]:
@@ -123,4 +146,31 @@ def full_tensors(model: torch.nn.Module, *, gradients: bool = False) -> dict[str
 
 
 def clean(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "")
+    return name.replace(CHECKPOINT_PREFIX, "")
+
+
+def moe_layers(trainer: ExtTrainer) -> list[Any]:
+    """The trainer's MoE layers, in order."""
+    from torchtitan_ext.distributed.expert_parallel import moe_layers as find
+
+    return list(find(trainer.model_parts[0]))
+
+
+def assert_same(run: Run, reference: Run, tolerance: float = 1e-4) -> None:
+    """Losses, norms, clipped gradients and new weights within a tolerance; counts exactly."""
+    assert run.counts == reference.counts
+    torch.testing.assert_close(run.losses, reference.losses, rtol=tolerance, atol=0)
+    torch.testing.assert_close(run.grad_norms, reference.grad_norms, rtol=tolerance, atol=0)
+    for step, gradients in enumerate(reference.gradients):
+        assert_same_tensors(run.gradients[step], gradients, tolerance, f"gradient of step {step}")
+    assert_same_tensors(run.weights, reference.weights, tolerance, "new weight")
+
+
+def assert_same_tensors(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float, what: str
+) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        # "not <=" and not ">": a NaN is no match either
+        error = (actual[name] - tensor).abs().max() / tensor.abs().max().clamp_min(1e-12)
+        assert error <= tolerance, f"{what} of {name}: relative error {error:.2e}"

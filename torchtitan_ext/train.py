@@ -2,23 +2,33 @@
 
 import os
 import sys
+import warnings
 
 from . import device  # isort:skip  comes before any other part of torchtitan
 
-import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import init_logger, logger
 
-from .config.load import ConfigError, load_job_config, save_resolved_config
+from .config.error import ConfigError
+from .config.load import load_job_config, save_resolved_config
 from .trainer import ExtTrainer
+
+# Warnings that come with every run and that nobody needs to act on.
+_HARMLESS_WARNINGS = (
+    "'set_vital' is deprecated",  # torchdata's own call
+    "DTensor manual_seed",  # initial weights don't come from DTensor's generator
+    "DTensor random operators",
+)
 
 
 @record
 def main() -> None:
     """Trains as the flags and the TOML say. Exits 2 if the configuration is refused."""
     init_logger()
+    for message in _HARMLESS_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
     world_size = int(os.environ["WORLD_SIZE"])
     try:
         job_config = load_job_config(
@@ -50,6 +60,4 @@ def run(job_config: JobConfig) -> None:
 
 
 if __name__ == "__main__":
-    # A rank's share of the cores is set by the launcher; torch would take all of them.
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     main()

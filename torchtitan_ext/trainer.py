@@ -9,6 +9,7 @@ import torch
 from torch.profiler import profile
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools import utils as torchtitan_utils
 from torchtitan.train import Trainer
 
 from .components.load_balance import ExpertLoad
@@ -85,6 +86,11 @@ class ExtTrainer(Trainer):
                 super().train()
         finally:
             self.job_config.profiling = profiling
+
+    @staticmethod
+    def synchronize() -> None:
+        """Waits for the device to finish what it was given; for timing."""
+        torchtitan_utils.device_module.synchronize()
 
     def close(self) -> None:
         super().close()

@@ -1,5 +1,6 @@
 """What a configuration must satisfy for this model; runs before any process group exists."""
 
+from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
@@ -16,13 +17,31 @@ def check_config(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
     layer_ids = list(range(args.n_layers))
     moe_layer_ids = set(layer_ids[args.n_dense_layers :])
     _check_expert_parallel(args, parallel_dims, has_moe=bool(moe_layer_ids))
-    if job_config.debug.moe_force_load_balance and not moe_layer_ids:
-        raise ValueError(
-            "[debug] moe_force_load_balance = true: has no effect, as the flavor "
-            f'"{job_config.model.flavor}" has no MoE layers'
-        )
+    _check_keys_of_experts(job_config, has_moe=bool(moe_layer_ids))
+    _check_vocabulary(job_config, args)
     resolve_layer_plans(job_config, layer_ids, moe_layer_ids)
     resolve_save_ops(job_config.layer_wrap.save_ops)
+
+
+def _check_keys_of_experts(job_config: JobConfig, *, has_moe: bool) -> None:
+    if has_moe:
+        return
+    for key, value in (
+        ("[debug] moe_force_load_balance", job_config.debug.moe_force_load_balance),
+        ("[metrics] log_experts", job_config.metrics.log_experts),
+    ):
+        if value:
+            flavor = job_config.model.flavor
+            raise ValueError(f'{key} = true: has no effect, as flavor "{flavor}" has no experts')
+
+
+def _check_vocabulary(job_config: JobConfig, args: DeepSeekV3ModelArgs) -> None:
+    num_tokens = build_hf_tokenizer(job_config).get_vocab_size()
+    if num_tokens > args.vocab_size:
+        raise ValueError(
+            f'[model] hf_assets_path = "{job_config.model.hf_assets_path}": the tokenizer has '
+            f"{num_tokens:,} tokens, but the model's vocabulary ends at {args.vocab_size:,}"
+        )
 
 
 def _check_expert_parallel(

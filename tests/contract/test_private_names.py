@@ -1,0 +1,46 @@
+"""Private names of torch and torchtitan that the project uses, and why: an upgrade checks here."""
+
+import importlib
+
+import pytest
+
+PRIVATE_NAMES = {
+    # A mesh per parameter has no public spelling in torch 2.13.
+    "torch.distributed.fsdp._fully_shard._fsdp_common": [
+        "FSDPMeshInfo",
+        "HSDPMeshInfo",
+        "ShardPlacementResult",
+    ],
+    # DDP as FSDP2 does it, with its mixed precision and checkpoints.
+    "torch.distributed._composable.replicate_with_fsdp": ["replicate"],
+    # The all-to-all with a gradient, which compiles.
+    "torch.distributed._functional_collectives": [
+        "all_to_all_single",
+        "all_to_all_single_autograd",
+    ],
+    # The wrapper that torch's state dictionaries see through.
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": ["checkpoint_wrapper"],
+    "torch": ["_grouped_mm"],
+    # Registered models, to refuse torchtitan's own, which don't go through our wrapping.
+    "torchtitan.protocols.train_spec": ["_extra_train_specs"],
+    # The mapping to Hugging Face's names; the parameters are named as torchtitan names them.
+    "torchtitan.models.deepseek_v3.model.state_dict_adapter": ["DeepSeekV3StateDictAdapter"],
+}
+
+
+@pytest.mark.parametrize("module", PRIVATE_NAMES)
+def test_private_name_exists(module: str) -> None:
+    loaded = importlib.import_module(module)
+    for name in PRIVATE_NAMES[module]:
+        assert hasattr(loaded, name), f"{module}.{name}"
+
+
+def test_config_manager_merges_sections() -> None:
+    """``_merge_configs`` adds our sections to torchtitan's configuration."""
+    from torchtitan.config import ConfigManager, JobConfig
+
+    from torchtitan_ext.config import JobConfig as OurSections
+
+    merged = ConfigManager._merge_configs(JobConfig, OurSections)
+    assert merged().layer_wrap.rules == []
+    assert merged().metrics.log_experts is False
