@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from torchtitan_ext.command_line import OneLineParser, at_least_one
 from torchtitan_ext.config.error import ConfigError
 from torchtitan_ext.launch import is_rank, run_on_ranks
 
@@ -45,27 +46,21 @@ def main() -> int:
 
 
 def _parse_args() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--ngpu", type=_at_least_one, default=1, help="ranks to start (1)")
-    parser.add_argument("--runs", type=_at_least_one, default=1, help="fresh starts (1)")
-    parser.add_argument("--steps", type=_at_least_one, default=10, help="measured steps (10)")
+    parser.add_argument("--ngpu", type=at_least_one, default=1, help="ranks to start (1)")
+    parser.add_argument("--runs", type=at_least_one, default=1, help="fresh starts (1)")
+    parser.add_argument("--steps", type=at_least_one, default=10, help="measured steps (10)")
     parser.add_argument(
-        "--warmup", type=_at_least_one, default=4, help="steps before, the first included (4)"
+        "--warmup", type=at_least_one, default=4, help="steps before, the first included (4)"
     )
     parser.add_argument(
         "--json", action="store_true", help="accepted; the last line is JSON anyway"
     )
     return parser.parse_known_args()
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
 
 
 def _load_config(flags: list[str], world_size: int) -> Any:

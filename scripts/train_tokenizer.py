@@ -6,14 +6,16 @@ Writes `tokenizer.json` and `tokenizer_config.json`, which torchtitan reads from
 `[model] hf_assets_path` names. The same version of Python and of `tokenizers` gives the same bytes.
 """
 
-import argparse
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from torchtitan_ext.command_line import OneLineParser
 from torchtitan_ext.data.corpora import open_corpus
 
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
@@ -68,15 +70,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports bad arguments in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
-
-
 def main() -> None:
-    parser = _Parser(description="Train a byte-level BPE tokenizer on the text shipped with Python")
+    parser = OneLineParser(
+        description="Train a byte-level BPE tokenizer on the text shipped with Python"
+    )
     parser.add_argument("--vocab-size", type=int, default=2048, help="tokens (default: 2048)")
     parser.add_argument(
         "--output",

@@ -42,12 +42,12 @@ def main() -> None:
 
 def run(job_config: JobConfig) -> None:
     """Trains, or writes a seed checkpoint, and leaves no process group behind."""
+    if os.environ["RANK"] == "0":
+        path = os.path.join(job_config.job.dump_folder, "config.toml")
+        save_resolved_config(job_config, path)
     trainer = None
     try:
         trainer = ExtTrainer(job_config)
-        if dist.get_rank() == 0:
-            path = os.path.join(job_config.job.dump_folder, "config.toml")
-            save_resolved_config(job_config, path)
         if job_config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
             logger.info("Created seed checkpoint")

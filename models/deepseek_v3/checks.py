@@ -4,8 +4,8 @@ from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
+from torchtitan_ext.distributed.checkpoint_policy import SaveOps
 from torchtitan_ext.distributed.layer_wrap import resolve_layer_plans
-from torchtitan_ext.distributed.save_ops import resolve_save_ops
 
 from .args import DeepSeekV3ModelArgs
 from .flavors import FLAVORS
@@ -20,7 +20,7 @@ def check_config(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
     _check_keys_of_experts(job_config, has_moe=bool(moe_layer_ids))
     _check_vocabulary(job_config, args)
     resolve_layer_plans(job_config, layer_ids, moe_layer_ids)
-    resolve_save_ops(job_config.layer_wrap.save_ops)
+    SaveOps(job_config.layer_wrap.save_ops)
 
 
 def _check_keys_of_experts(job_config: JobConfig, *, has_moe: bool) -> None:
@@ -58,9 +58,11 @@ def _check_expert_parallel(
             f"{num_experts} experts"
         )
     efsdp = parallel_dims.dp_shard // ep if ep > 1 else 1
-    if efsdp * ep > num_experts and args.moe_inter_dim % efsdp != 0:
+    # With fewer experts than ranks each expert is shared, along its matrices' second dim.
+    widths = (args.moe_inter_dim, args.dim)
+    if efsdp * ep > num_experts and any(width % efsdp for width in widths):
         raise ValueError(
             f"[parallelism] data_parallel_shard_degree = {parallel_dims.dp_shard}: with "
-            f"expert_parallel_degree = {ep} each expert's {args.moe_inter_dim} rows are shared by "
-            f"{efsdp} ranks, which must divide them"
+            f"expert_parallel_degree = {ep} an expert is shared by {efsdp} ranks, which must "
+            f"divide its widths {widths[0]} and {widths[1]}"
         )

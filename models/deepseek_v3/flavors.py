@@ -1,30 +1,9 @@
 """The sizes of DeepSeek-V3 that can be trained, by name."""
 
-from collections.abc import Callable, Iterator, Mapping
-
+from torchtitan_ext.flavors import Flavors
 from torchtitan_ext.moe import MoEArgs
 
 from .args import DeepSeekV3ModelArgs
-
-
-class Flavors(Mapping[str, DeepSeekV3ModelArgs]):
-    """Builds a flavor's arguments anew on every access, as a run changes them to its needs."""
-
-    def __init__(self, builders: dict[str, Callable[[], DeepSeekV3ModelArgs]]) -> None:
-        self._builders = builders
-
-    def add(self, name: str, builder: Callable[[], DeepSeekV3ModelArgs]) -> None:
-        """Makes one more flavor known under ``name``, which replaces an earlier one."""
-        self._builders[name] = builder
-
-    def __getitem__(self, name: str) -> DeepSeekV3ModelArgs:
-        return self._builders[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._builders)
-
-    def __len__(self) -> int:
-        return len(self._builders)
 
 
 def _debug() -> DeepSeekV3ModelArgs:

@@ -21,11 +21,21 @@ PRIVATE_NAMES = {
     # The wrapper that torch's state dictionaries see through.
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": ["checkpoint_wrapper"],
     "torch": ["_grouped_mm"],
+    # To propose the nearest operator for a misspelt one, and to tell composite operators.
+    "torch._C": ["_jit_get_all_schemas", "_dispatch_has_kernel_for_dispatch_key"],
     # Registered models, to refuse torchtitan's own, which don't go through our wrapping.
     "torchtitan.protocols.train_spec": ["_extra_train_specs"],
     # The mapping to Hugging Face's names; the parameters are named as torchtitan names them.
     "torchtitan.models.deepseek_v3.model.state_dict_adapter": ["DeepSeekV3StateDictAdapter"],
 }
+
+
+def test_collectives_are_operators() -> None:
+    """Policies name them, and the counts of all-to-alls in tests."""
+    import torch
+
+    for name in ("all_to_all_single", "wait_tensor", "reduce_scatter_tensor"):
+        assert hasattr(torch.ops._c10d_functional, name)
 
 
 @pytest.mark.parametrize("module", PRIVATE_NAMES)

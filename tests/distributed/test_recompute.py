@@ -233,6 +233,14 @@ def test_graphs_depend_on_kinds_of_layers_not_on_their_number(
     assert run.graph_breaks == {}
 
 
+def test_long_sequences_compile_on_a_cpu(tmp_path: Path) -> None:
+    """Above 512 tokens the attention is one operator, which the compiler can't recompute."""
+    long = ["--training.seq_len=576", "--training.local_batch_size=1"]
+    eager = run_ep2(tmp_path, [*long, *FULL], num_steps=1)
+    compiled = run_ep2(tmp_path, [*long, *FULL, *AOT_EAGER], num_steps=1)
+    assert_same(compiled, eager)
+
+
 # Repeatability
 
 

@@ -149,8 +149,9 @@ def wrong_shards() -> list[str]:
         init_parameters(module, 0, lambda name: Normal(1.0))
         found = module["weight"].detach()
         expected = distribute_tensor(filled(shape), mesh, [placement], src_data_rank=None)
+        gathered = found.full_tensor()  # on every rank, whatever this one finds
         same = torch.equal(found.to_local(), expected.to_local())
-        if not (same and torch.equal(found.full_tensor(), filled(shape))):
+        if not (same and torch.equal(gathered, filled(shape))):
             wrong.append(f"{shape} {placement}")
     return wrong
 

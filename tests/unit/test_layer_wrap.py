@@ -12,12 +12,12 @@ from torchtitan.config import JobConfig
 from models.deepseek_v3 import DeepSeekV3Model
 from tests.tiny import clean, tiny_args
 from torchtitan_ext.config import LayerRule, LayerWrap
-from torchtitan_ext.distributed.layer_wrap import apply_layer_wrap, resolve_layer_plans
-from torchtitan_ext.distributed.save_ops import (
+from torchtitan_ext.distributed.checkpoint_policy import (
     DEFAULT_SAVE_OPS,
+    SaveOps,
     is_routing_decision,
-    resolve_save_ops,
 )
+from torchtitan_ext.distributed.layer_wrap import apply_layer_wrap, resolve_layer_plans
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -138,20 +138,46 @@ def test_plans_rule_that_matches_no_layer_is_refused(pattern: str) -> None:
 # Names of operators ------------------------------------------------------------------------------
 
 
+def kept(names: list[str]) -> set[object]:
+    """Which of the operators of these tests SaveOps keeps."""
+    save_ops = SaveOps(names)
+    asked = {aten.add.Tensor, aten.add.Scalar, ext.grouped_outer.default, *DEFAULT_SAVE_OPS}
+    return {op for op in asked if save_ops.keep(op)}
+
+
 def test_save_ops_none_are_the_default_ones() -> None:
-    assert resolve_save_ops([]) == DEFAULT_SAVE_OPS
+    assert kept([]) == DEFAULT_SAVE_OPS
     assert ext.grouped_mm.default in DEFAULT_SAVE_OPS
 
 
 def test_save_op_with_overload_is_that_one() -> None:
-    added = resolve_save_ops(["aten.add.Tensor"]) - DEFAULT_SAVE_OPS
-    assert added == {aten.add.Tensor}
+    assert kept(["aten.add.Tensor"]) - DEFAULT_SAVE_OPS == {aten.add.Tensor}
 
 
 def test_save_op_without_overload_is_all_of_them() -> None:
-    added = resolve_save_ops(["aten.add", "torchtitan_ext.grouped_outer"]) - DEFAULT_SAVE_OPS
-    assert {aten.add.Tensor, aten.add.Scalar, ext.grouped_outer.default} <= added
-    assert len(added) == len(aten.add.overloads()) + 1
+    added = kept(["aten.add", "torchtitan_ext.grouped_outer"]) - DEFAULT_SAVE_OPS
+    assert added == {aten.add.Tensor, aten.add.Scalar, ext.grouped_outer.default}
+
+
+@pytest.mark.parametrize("name", ["aten.softmax", "aten.linear", "aten.matmul"])
+def test_save_op_that_a_policy_never_sees_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="is made of other operators"):
+        SaveOps([name])
+
+
+def test_save_op_that_no_layer_calls_is_refused_after_the_first_forward() -> None:
+    config = make_config("selective", "op", save_ops=("aten.cos",))
+    model = build(config, max_seq_len=16, original_seq_len=16)
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    with torch.no_grad():
+        model(tokens)  # nothing is checkpointed: no verdict yet
+    with pytest.raises(ValueError, match=r'save_ops = "aten.cos": matches no operator'):
+        model(tokens)
+
+
+def test_save_op_that_a_layer_calls_is_accepted() -> None:
+    config = make_config("selective", "op", save_ops=("aten.silu",))
+    build(config, max_seq_len=16, original_seq_len=16)(torch.zeros(1, 16, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +193,7 @@ def test_save_op_without_overload_is_all_of_them() -> None:
 )
 def test_save_op_unknown_is_refused_with_the_nearest_name(name: str, nearest: str) -> None:
     with pytest.raises(ValueError) as refused:
-        resolve_save_ops(["aten.silu", name])
+        SaveOps(["aten.silu", name])
     assert str(refused.value) == (
         f'[layer_wrap] save_ops = "{name}": no such operator (did you mean "{nearest}"?)'
     )
@@ -176,7 +202,7 @@ def test_save_op_unknown_is_refused_with_the_nearest_name(name: str, nearest: st
 @pytest.mark.parametrize("name", ["", "aten", "aten.", "aten.name", "aten.__class__", "ops.mm"])
 def test_save_op_that_is_no_name_of_an_operator_is_refused(name: str) -> None:
     with pytest.raises(ValueError) as refused:
-        resolve_save_ops([name])
+        SaveOps([name])
     assert str(refused.value).startswith(f'[layer_wrap] save_ops = "{name}": no such operator')
 
 

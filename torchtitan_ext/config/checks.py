@@ -26,7 +26,6 @@ class Rule:
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 _NEEDS_ACCELERATOR = (
     "profiling.enable_memory_snapshot",
-    "training.enable_cpu_offload",
     "training.dataloader.pin_memory",
     "validation.dataloader.pin_memory",
 )
@@ -272,12 +271,6 @@ def check_installed(config: Any) -> None:
     """
     if config.metrics.enable_wandb and not _is_installed("wandb"):
         raise refusal("metrics.enable_wandb", True, "needs the package wandb (pip install wandb)")
-    if config.model.converters and not _is_installed("torchao"):
-        raise refusal(
-            "model.converters",
-            config.model.converters,
-            "needs the package torchao (pip install torchao)",
-        )
 
 
 def check_folders(config: Any) -> None:

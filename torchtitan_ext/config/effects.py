@@ -125,8 +125,8 @@ _OP_OPTION_OR_RULE = Switch(
 )
 _MEMORY_BUDGET = Switch(
     keys=("activation_checkpoint.mode",),
-    is_on=lambda c: c.activation_checkpoint.mode == "memory_budget",
-    off='unless activation_checkpoint.mode is "memory_budget"',
+    is_on=lambda c: False,
+    off="as memory budgets are not supported (see activation_checkpoint.mode)",
 )
 _COMPILE = _flag("compile.enable")
 _COMPILES_LAYERS = Switch(
@@ -158,11 +158,11 @@ ALWAYS_READ: frozenset[str] = frozenset(
     + _keys("profiling", "enable_profiling enable_memory_snapshot")
     + _keys("metrics", "log_freq enable_tensorboard enable_wandb disable_color_printing")
     + _keys("metrics", "log_experts")
-    + _keys("model", "name flavor hf_assets_path converters print_after_conversion")
+    + _keys("model", "name flavor hf_assets_path print_after_conversion")
     + _keys("optimizer", "name lr weight_decay implementation")
     + _keys("lr_scheduler", "warmup_steps total_steps decay_ratio")
     + _keys("training", "dataset dataset_path local_batch_size global_batch_size seq_len steps")
-    + _keys("training", "max_norm enable_cpu_offload dtype gc_debug")
+    + _keys("training", "max_norm dtype gc_debug")
     + _keys("training", "mixed_precision_param mixed_precision_reduce")
     + _keys("training.dataloader", "num_workers pin_memory")
     + _keys("parallelism", "data_parallel_replicate_degree data_parallel_shard_degree")
@@ -285,6 +285,8 @@ GOVERNED: dict[str, tuple[Switch, ...]] = {
 REFUSED: dict[str, str] = {
     "model.tokenizer_path": "deprecated; use model.hf_assets_path",
     "experimental.custom_args_module": "deprecated; use job.custom_config_module",
+    "model.converters": "not supported yet; leave it empty",
+    "training.enable_cpu_offload": "not supported yet; use false",
     "optimizer.early_step_in_backward": (
         "not supported: it steps on gradients that training.max_norm has not clipped yet"
     ),

@@ -29,6 +29,6 @@ def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh) -> None:
             # Every rank has the whole weight: no need to send rank 0's.
             shard = distribute_tensor(weight, ep_mesh, [Shard(0)], src_data_rank=None)
             moe.experts.register_parameter(name, nn.Parameter(shard))
-        moe.dispatcher = AllToAllDispatcher(ep_mesh.get_group())
+        moe.dispatcher = AllToAllDispatcher.for_group(ep_mesh.get_group())
         num_layers += 1
     logger.info(f"Applied expert parallelism (ep={ep_mesh.size()}) to {num_layers} MoE layers")

@@ -78,9 +78,11 @@ def _fully_shard(
 
 def _replicate(model: nn.Module, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy) -> None:
     embedding, blocks, head = _groups(model)
-    for module in (*blocks, embedding, model):
-        replicate(module, mesh=mesh, mp_policy=mp_policy)
+    for block in blocks:
+        replicate(block, mesh=mesh, mp_policy=mp_policy)
+    replicate(embedding, mesh=mesh, mp_policy=mp_policy)
     replicate(head, mesh=mesh, mp_policy=mp_policy)
+    replicate(model, mesh=mesh, mp_policy=mp_policy)
     logger.info(f"Applied DDP on {_describe(mesh)} to {len(blocks)} blocks")
 
 

@@ -4,23 +4,18 @@ A block is wrapped in a checkpoint, and the wrapper is compiled as one full grap
 the compiler sees the recomputation, and replays the forward's random state in it.
 """
 
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
-from torchtitan_ext.config import match_layers
+from torchtitan_ext.config import CheckpointPolicy, match_layers
 
-from .save_ops import is_routing_decision, resolve_save_ops
-
-Checkpoint = Literal["none", "full", "op"]
+from .checkpoint_policy import SaveOps, build_context_fn
 
 
 @dataclass(frozen=True)
@@ -29,7 +24,7 @@ class LayerPlan:
 
     layer_id: int
     moe_enabled: bool
-    checkpoint: Checkpoint
+    checkpoint: CheckpointPolicy
     compile: bool
 
 
@@ -64,7 +59,7 @@ def resolve_layer_plans(
     ]
 
 
-def _default_checkpoint(job_config: JobConfig, position: int) -> Checkpoint:
+def _default_checkpoint(job_config: JobConfig, position: int) -> CheckpointPolicy:
     ac = job_config.activation_checkpoint
     if ac.mode != "selective":
         assert ac.mode in ("none", "full"), ac.mode
@@ -81,7 +76,7 @@ def apply_layer_wrap(model: nn.Module, job_config: JobConfig) -> None:
     blocks = {int(name): block for name, block in layers.named_children()}
     moe_layer_ids = {i for i, block in blocks.items() if getattr(block, "moe_enabled", False)}
     plans = resolve_layer_plans(job_config, list(blocks), moe_layer_ids)
-    save_ops = resolve_save_ops(job_config.layer_wrap.save_ops)
+    save_ops = SaveOps(job_config.layer_wrap.save_ops)
     for plan in plans:
         block = blocks[plan.layer_id]
         if plan.checkpoint != "none":
@@ -90,19 +85,20 @@ def apply_layer_wrap(model: nn.Module, job_config: JobConfig) -> None:
         if plan.compile:
             # block.compile(), not torch.compile(block): parameter names stay as they are
             block.compile(backend=job_config.compile.backend, fullgraph=True)
+    _check_save_ops_after_first_forward(model, save_ops)
     logger.info(f"Applied checkpoint and compile to {len(plans)} layers:\n{_table(plans)}")
 
 
 def _checkpoint(
-    block: nn.Module, plan: LayerPlan, job_config: JobConfig, save_ops: set[Any]
+    block: nn.Module, plan: LayerPlan, job_config: JobConfig, save_ops: SaveOps
 ) -> nn.Module:
     ac = job_config.activation_checkpoint
     options: dict[str, Any] = {}
     if plan.checkpoint == "op":
         recompute_shapes = _force_recompute_shapes(block, plan.layer_id, ac)
-        options["context_fn"] = lambda: _selective_contexts(save_ops, recompute_shapes)
+        options["context_fn"] = build_context_fn(save_ops, recompute_shapes)
     elif plan.moe_enabled:
-        options["context_fn"] = lambda: _selective_contexts(set(), set())
+        options["context_fn"] = build_context_fn(None)
     return checkpoint_wrapper(
         block,
         preserve_rng_state=True,
@@ -113,44 +109,24 @@ def _checkpoint(
     )
 
 
-def _selective_contexts(save_ops: set[Any], recompute_shapes: set[tuple[int, ...]]) -> Any:
-    return create_selective_checkpoint_contexts(_policy(save_ops, recompute_shapes))
+def _check_save_ops_after_first_forward(model: nn.Module, save_ops: SaveOps) -> None:
+    def check(*_: Any) -> None:
+        if torch.is_grad_enabled():  # without gradients nothing is checkpointed
+            handle.remove()
+            save_ops.check_called()
+
+    handle = model.register_forward_hook(check)
 
 
-def _policy(
-    save_ops: set[Any], recompute_shapes: set[tuple[int, ...]]
-) -> Callable[..., CheckpointPolicy]:
-    """Routing decisions are always kept: the recomputation sends every token where it went.
-
-    Of the plain matrix products every second one is kept, as in torchtitan.
-    """
-    num_mm: Counter[bool] = Counter()
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if is_routing_decision(op, args, kwargs):
-            return CheckpointPolicy.MUST_SAVE
-        if op not in save_ops:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        if op == torch.ops.aten.mm.default:
-            if tuple(args[1].shape) in recompute_shapes:
-                return CheckpointPolicy.PREFER_RECOMPUTE
-            num_mm[context.is_recompute] += 1
-            if num_mm[context.is_recompute] % 2 == 0:
-                return CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE
-
-    return policy
-
-
-def _force_recompute_shapes(block: nn.Module, layer_id: int, ac: Any) -> set[tuple[int, ...]]:
+def _force_recompute_shapes(block: nn.Module, layer_id: int, ac: Any) -> frozenset[tuple[int, int]]:
     """Shapes of the transposed weights that [activation_checkpoint] says never to keep."""
     names = ac.per_op_sac_force_recompute_mm_shapes_by_fqns
-    return {
+    return frozenset(
         (module.in_features, module.out_features)
         for name, module in block.named_modules()
         if isinstance(module, nn.Linear)
         and any(part in f"layers.{layer_id}.{name}" for part in names)
-    }
+    )
 
 
 def _table(plans: list[LayerPlan]) -> str:

@@ -94,6 +94,12 @@ class AllToAllDispatcher:
         )
         return _to_token_order(y_ND, routing, state)
 
+    @staticmethod
+    def for_group(group: dist.ProcessGroup) -> "AllToAllDispatcher":
+        """The dispatcher for a group, real or faked."""
+        is_fake = dist.get_backend(group) == "fake"
+        return DryRunDispatcher(group) if is_fake else AllToAllDispatcher(group)
+
     def _exchange_counts(self, tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Tells each rank how many rows it will get for each of its experts: (P, e)."""
         received = all_to_all_single(tokens_per_expert_E, None, None, self.group)
@@ -107,6 +113,17 @@ class AllToAllDispatcher:
         sent_P = tokens_per_expert_E.view(self.num_ranks, -1).sum(1)
         splits = torch.cat([sent_P, received_Pe.sum(1)]).to("cpu").tolist()
         return splits[: self.num_ranks], splits[self.num_ranks :]
+
+
+class DryRunDispatcher(AllToAllDispatcher):
+    """For the fake backend, where one process plays a rank and nothing arrives.
+
+    What an exchange leaves in its output then is no count. Instead the others are taken to send
+    as many rows as this rank sends them, which keeps sizes those of a real step.
+    """
+
+    def _exchange_counts(self, tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        return tokens_per_expert_E.view(self.num_ranks, -1)
 
 
 def _to_expert_order(

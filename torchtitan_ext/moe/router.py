@@ -6,6 +6,7 @@ Shapes: T tokens, D model, E experts, K top-k, G expert groups.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from .args import MoEArgs
@@ -34,7 +35,8 @@ class TokenChoiceRouter(nn.Module):
         self.gate = nn.Linear(dim, args.num_experts, bias=False)
 
     def forward(self, x_TD: torch.Tensor, expert_bias_E: torch.Tensor | None) -> Routing:
-        logits_TE = self.gate(x_TD).float()  # float32: close scores must not tie in bf16
+        # In float32: rounded to bf16, close scores would tie.
+        logits_TE = F.linear(x_TD.float(), self.gate.weight.float())
         if self.args.score_func == "sigmoid":
             scores_TE = logits_TE.sigmoid()
         else:

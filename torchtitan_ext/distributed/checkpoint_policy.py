@@ -1,0 +1,166 @@
+"""What a checkpointed block keeps from its forward, operator by operator."""
+
+import difflib
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+# What selective "op" checkpointing keeps: results that are dear to compute or to communicate.
+DEFAULT_SAVE_OPS = frozenset(
+    {
+        _aten.mm.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _c10d.all_to_all_single.default,
+        _c10d.reduce_scatter_tensor.default,
+        _c10d.wait_tensor.default,
+        torch.ops.torchtitan_ext.grouped_mm.default,
+    }
+)
+
+# Kept under "full" as well. torch 2.13 can't compile a block that recomputes this operator beside
+# an exchange of uneven splits ("expected all tensors_saved_with_vc_check to be Tensors"); remove
+# this when tests/distributed/test_recompute.py passes without it.
+_KEPT_FOR_THE_COMPILER = _aten._scaled_dot_product_flash_attention_for_cpu.default
+
+_CHOICES = frozenset({_aten.topk.default})
+_INTEGER_EXCHANGES = frozenset({_c10d.all_to_all_single.default, _c10d.wait_tensor.default})
+
+
+def is_routing_decision(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator call decides which token goes where.
+
+    These are the choice of experts, the exchange of token counts, and the copy of the counts to
+    the host. Recomputed, a choice between near-tied scores could fall otherwise, and rows would
+    not fit the buffers that the forward laid out; all of them are small, and keeping them also
+    spares a collective and a device-to-host wait.
+    """
+    if op in _CHOICES:
+        return True
+    if op in _INTEGER_EXCHANGES:
+        return not args[0].is_floating_point()
+    return (
+        op == _aten._to_copy.default
+        and not args[0].is_floating_point()
+        and torch.device(kwargs.get("device") or args[0].device).type != args[0].device.type
+    )
+
+
+class SaveOps:
+    """Operators whose outputs a policy keeps, and whether each of the user's was ever called.
+
+    Args:
+        names: [layer_wrap] save_ops, such as "aten.silu", "aten.add.Tensor" or
+            "torchtitan_ext.grouped_mm"; without an overload all of them are meant.
+
+    Raises:
+        ValueError: a name is no operator, or one that a policy never sees.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self._named = {name: frozenset(_find_overloads(name)) for name in names}
+        self._kept = DEFAULT_SAVE_OPS.union(*self._named.values())
+        self._called: set[Any] = set()
+
+    def keep(self, op: Any) -> bool:
+        self._called.add(op)
+        return op in self._kept
+
+    def check_called(self) -> None:
+        """Raises ValueError for a name of the user's whose operator no layer has called."""
+        for name, overloads in self._named.items():
+            if self._called.isdisjoint(overloads):
+                raise ValueError(
+                    f'[layer_wrap] save_ops = "{name}": matches no operator of the layers with '
+                    '"op" checkpointing'
+                )
+
+    @property
+    def is_default(self) -> bool:
+        return not self._named
+
+
+def build_context_fn(
+    save_ops: SaveOps | None, recompute_shapes: frozenset[tuple[int, int]] = frozenset()
+) -> Callable[[], Any]:
+    """The ``context_fn`` of a checkpoint: routing decisions are always kept.
+
+    So the recomputation sends every token where the forward sent it.
+
+    Args:
+        save_ops: further operators to keep; None for full recomputation.
+        recompute_shapes: shapes of right-hand matrices whose products are not kept all the same.
+    """
+
+    def context_fn() -> Any:
+        return create_selective_checkpoint_contexts(_policy(save_ops, recompute_shapes))
+
+    if save_ops is None or save_ops.is_default:
+        # With a hash of what the policy does, AOTAutograd's cache serves the block on the next
+        # start. Without one the policy is traced again, which tells whether a name was met.
+        parts = (_SOURCE_HASH, save_ops is None, sorted(recompute_shapes))
+        context_fn.cache_hash = repr(parts)  # type: ignore[attr-defined]
+    return context_fn
+
+
+_SOURCE_HASH = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def _policy(
+    save_ops: SaveOps | None, recompute_shapes: frozenset[tuple[int, int]]
+) -> Callable[..., CheckpointPolicy]:
+    num_mm: Counter[bool] = Counter()
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if is_routing_decision(op, args, kwargs) or op == _KEPT_FOR_THE_COMPILER:
+            return CheckpointPolicy.MUST_SAVE
+        if save_ops is None or not save_ops.keep(op):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if op == _aten.mm.default:
+            if tuple(args[1].shape) in recompute_shapes:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            # Every second product is kept, as in torchtitan: half the memory for half the work.
+            num_mm[context.is_recompute] += 1
+            if num_mm[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
+
+    return policy
+
+
+def _find_overloads(name: str) -> list[Any]:
+    namespace, _, rest = name.partition(".")
+    packet_name, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), packet_name or "?", None)
+    overloads = []
+    if isinstance(packet, torch._ops.OpOverloadPacket):
+        found = [getattr(packet, found) for found in packet.overloads()]
+        overloads = [op for op in found if overload in ("", op._overloadname)]
+    if not overloads:
+        raise ValueError(f'[layer_wrap] save_ops = "{name}": no such operator{_hint(name)}')
+    if all(_is_composite(op) for op in overloads if not op._schema.is_mutable):
+        raise ValueError(
+            f'[layer_wrap] save_ops = "{name}": is made of other operators before a policy sees '
+            "it; name one of those"
+        )
+    return overloads
+
+
+def _is_composite(op: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def _hint(name: str) -> str:
+    known = {schema.name.replace("::", ".") for schema in torch._C._jit_get_all_schemas()}
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f' (did you mean "{nearest[0]}"?)' if nearest else ""
