@@ -6,6 +6,7 @@ with AdamW, and with SGD, as Adam hides a gradient of the wrong scale.
 """
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,12 @@ CHECKPOINTS = {
 
 
 def run_tiny(
-    folder: Path, layout: str, checkpoint: str, backend: str | None, optimizer: str
+    folder: Path,
+    layout: str,
+    checkpoint: str,
+    backend: str | None,
+    optimizer: str,
+    further_flags: Sequence[str] = (),
 ) -> Run:
     num_ranks, degrees = LAYOUTS[layout]
     flags = [f"--training.local_batch_size={GLOBAL_BATCH // num_ranks}"]
@@ -50,6 +56,7 @@ def run_tiny(
         # A rate at which two steps of SGD move the weights about as far as Adam's.
         "SGD": ["--optimizer.name=SGD", "--optimizer.lr=1.0"],
     }[optimizer]
+    flags += further_flags
     return run_ranks(train, num_ranks, flags, str(folder), timeout=600)[0]
 
 
@@ -122,6 +129,15 @@ def test_product_equals_one_process(
     run = run_tiny(tmp_path, layout, checkpoint, backend, optimizer)
     assert_same(run, references[optimizer])
     assert (run.num_graphs[-1] > 0) == (backend is not None)
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_accumulated_micro_batches_equal_one_batch(
+    references: dict[str, Run], tmp_path: Path, checkpoint: str
+) -> None:
+    accumulate = ["--training.local_batch_size=1", f"--training.global_batch_size={GLOBAL_BATCH}"]
+    run = run_tiny(tmp_path, "ep2", checkpoint, None, "SGD", accumulate)
+    assert_same(run, references["SGD"])
 
 
 def test_reference_steps_move_the_weights(references: dict[str, Run], tmp_path: Path) -> None:

@@ -17,13 +17,15 @@ SMALL = [
 ]
 
 
-def run_train(folder: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_train(
+    folder: Path, *flags: str, timeout: float = 600, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["./run_train.sh", f"--job.dump_folder={folder}", *SMALL, *flags],
         env={**os.environ, "NGPU": "2", **environment},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=timeout,
     )
 
 

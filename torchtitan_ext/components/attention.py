@@ -9,6 +9,7 @@ import torch.nn.functional as F
 # Up to here the S x S scores are small, and plain matrix products beat the CPU's fused kernel:
 # twice as fast at S = 256 in bf16 (docs/performance.md).
 _MAX_SEQ_LEN_EXPLICIT = 512
+_QUERY_BLOCK = 128
 
 
 def causal_attention(
@@ -30,9 +31,14 @@ def causal_attention(
 def _explicit(
     q_BHSK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    seq_len = q_BHSK.shape[-2]
-    scores_BHSS = (q_BHSK * scale) @ k_BHSK.transpose(-2, -1)
-    position = torch.arange(seq_len, device=q_BHSK.device)
-    is_future_SS = position > position.unsqueeze(-1)
-    weights_BHSS = scores_BHSS.float().masked_fill(is_future_SS, float("-inf")).softmax(-1)
-    return weights_BHSS.to(v_BHSV.dtype) @ v_BHSV
+    """A block of queries at a time, as none needs the keys that come after it."""
+    blocks = []
+    for start in range(0, q_BHSK.shape[-2], _QUERY_BLOCK):
+        end = min(start + _QUERY_BLOCK, q_BHSK.shape[-2])
+        queries, keys, values = q_BHSK[:, :, start:end], k_BHSK[:, :, :end], v_BHSV[:, :, :end]
+        scores = (queries * scale) @ keys.transpose(-2, -1)
+        query_position = torch.arange(start, end, device=scores.device).unsqueeze(-1)
+        is_future = torch.arange(end, device=scores.device) > query_position
+        weights = scores.float().masked_fill(is_future, float("-inf")).softmax(-1)
+        blocks.append(weights.to(values.dtype) @ values)
+    return torch.cat(blocks, dim=-2)

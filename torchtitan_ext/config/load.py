@@ -31,6 +31,7 @@ from torchtitan_ext.config.checks import (
 )
 from torchtitan_ext.config.effects import check_effects, check_refused
 from torchtitan_ext.config.error import ConfigError, did_you_mean, refusal
+from torchtitan_ext.config.resume import check_resumable
 from torchtitan_ext.config.values import (
     Source,
     build_config,
@@ -76,6 +77,7 @@ def load_job_config(args: list[str], *, world_size: int, device_type: str) -> Jo
     check_device(config, device_type)
     check_installed(config)
     check_folders(config)
+    check_resumable(config)
     _check_model(config, parallel_dims)
     _check_datasets(config)
     return config

@@ -1,6 +1,7 @@
 """What a checkpointed block keeps from its forward, operator by operator."""
 
 import difflib
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable
@@ -72,6 +73,9 @@ class SaveOps:
         self._kept = DEFAULT_SAVE_OPS.union(*self._named.values())
         self._called: set[Any] = set()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SaveOps, (list(self._named),)  # operators themselves can't be pickled
+
     def keep(self, op: Any) -> bool:
         self._called.add(op)
         return op in self._kept
@@ -91,7 +95,7 @@ class SaveOps:
 
 
 def build_context_fn(
-    save_ops: SaveOps | None, recompute_shapes: frozenset[tuple[int, int]] = frozenset()
+    save_ops: SaveOps | None = None, recompute_shapes: frozenset[tuple[int, int]] = frozenset()
 ) -> Callable[[], Any]:
     """The ``context_fn`` of a checkpoint: routing decisions are always kept.
 
@@ -101,16 +105,21 @@ def build_context_fn(
         save_ops: further operators to keep; None for full recomputation.
         recompute_shapes: shapes of right-hand matrices whose products are not kept all the same.
     """
-
-    def context_fn() -> Any:
-        return create_selective_checkpoint_contexts(_policy(save_ops, recompute_shapes))
-
+    # A partial, as torch.compile takes no other callable object here, and its caches have to
+    # pickle it, which rules out a function made on the spot.
+    context_fn = functools.partial(_selective_contexts, save_ops, recompute_shapes)
     if save_ops is None or save_ops.is_default:
         # With a hash of what the policy does, AOTAutograd's cache serves the block on the next
         # start. Without one the policy is traced again, which tells whether a name was met.
         parts = (_SOURCE_HASH, save_ops is None, sorted(recompute_shapes))
         context_fn.cache_hash = repr(parts)  # type: ignore[attr-defined]
     return context_fn
+
+
+def _selective_contexts(
+    save_ops: SaveOps | None, recompute_shapes: frozenset[tuple[int, int]]
+) -> Any:
+    return create_selective_checkpoint_contexts(_policy(save_ops, recompute_shapes))
 
 
 _SOURCE_HASH = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()

@@ -21,7 +21,10 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
+from torchtitan_ext.device import DEVICE_TYPE
 from torchtitan_ext.moe import MoE
+
+from .gloo import use_all_to_all_reduce_scatter
 
 ShardPlacementFn = Callable[[nn.Parameter], ShardPlacementResult]
 
@@ -122,6 +125,8 @@ def _sum_gradients(model: nn.Module) -> None:
             module.set_gradient_divide_factor(1.0)
             # gloo has no reduction that scales; with a factor of 1 a plain sum is the same.
             module.set_force_sum_reduction_for_comms(True)
+            if DEVICE_TYPE == "cpu":
+                use_all_to_all_reduce_scatter(module)
 
 
 def _describe(mesh: DeviceMesh) -> str:

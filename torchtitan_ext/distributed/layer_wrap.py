@@ -98,7 +98,7 @@ def _checkpoint(
         recompute_shapes = _force_recompute_shapes(block, plan.layer_id, ac)
         options["context_fn"] = build_context_fn(save_ops, recompute_shapes)
     elif plan.moe_enabled:
-        options["context_fn"] = build_context_fn(None)
+        options["context_fn"] = build_context_fn()
     return checkpoint_wrapper(
         block,
         preserve_rng_state=True,

@@ -25,7 +25,7 @@ class ExchangeState:
     input_splits: list[int]
     output_splits: list[int]
     index_R: torch.Tensor
-    inverse_R: torch.Tensor
+    """For each row in expert order, its place among the rows as they were received."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class DispatchState:
     """Everything that :meth:`Dispatcher.combine` has to know of the matching dispatch."""
 
     index_N: torch.Tensor
-    inverse_N: torch.Tensor
+    """For each row in expert order, its place in token order."""
     exchange: ExchangeState | None = None
 
 
@@ -57,8 +57,8 @@ class LocalDispatcher:
     def dispatch(
         self, x_TD: torch.Tensor, routing: Routing
     ) -> tuple[torch.Tensor, torch.Tensor, DispatchState]:
-        x_ND, index_N, inverse_N = _to_expert_order(x_TD, routing)
-        return x_ND, routing.tokens_per_expert_E, DispatchState(index_N, inverse_N)
+        x_ND, index_N = _to_expert_order(x_TD, routing)
+        return x_ND, routing.tokens_per_expert_E, DispatchState(index_N)
 
     def combine(self, y_RD: torch.Tensor, routing: Routing, state: DispatchState) -> torch.Tensor:
         return _to_token_order(y_RD, routing, state)
@@ -74,21 +74,21 @@ class AllToAllDispatcher:
     def dispatch(
         self, x_TD: torch.Tensor, routing: Routing
     ) -> tuple[torch.Tensor, torch.Tensor, DispatchState]:
-        x_ND, index_N, inverse_N = _to_expert_order(x_TD, routing)
+        x_ND, index_N = _to_expert_order(x_TD, routing)
 
         received_Pe = self._exchange_counts(routing.tokens_per_expert_E)
         input_splits, output_splits = self._splits(routing.tokens_per_expert_E, received_Pe)
         x_RD = all_to_all_single_autograd(x_ND, output_splits, input_splits, self.group)
 
         index_R, inverse_R = rank_major_to_expert_major(received_Pe, x_RD.shape[0])
-        x_RD = permute_rows(x_RD, index_R, inverse_R)
-        exchange = ExchangeState(input_splits, output_splits, index_R, inverse_R)
-        return x_RD, received_Pe.sum(0), DispatchState(index_N, inverse_N, exchange)
+        x_RD = permute_rows(x_RD, inverse_R)
+        exchange = ExchangeState(input_splits, output_splits, index_R)
+        return x_RD, received_Pe.sum(0), DispatchState(index_N, exchange)
 
     def combine(self, y_RD: torch.Tensor, routing: Routing, state: DispatchState) -> torch.Tensor:
         exchange = state.exchange
         assert exchange is not None, "the state of a local dispatch"
-        y_RD = permute_rows(y_RD, exchange.inverse_R, exchange.index_R)
+        y_RD = permute_rows(y_RD, exchange.index_R)
         y_ND = all_to_all_single_autograd(
             y_RD, exchange.input_splits, exchange.output_splits, self.group
         )
@@ -126,17 +126,15 @@ class DryRunDispatcher(AllToAllDispatcher):
         return tokens_per_expert_E.view(self.num_ranks, -1)
 
 
-def _to_expert_order(
-    x_TD: torch.Tensor, routing: Routing
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _to_expert_order(x_TD: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
     index_N, inverse_N = sort_by_expert(routing.topk_expert_ids_TK.flatten())
     top_k = routing.topk_expert_ids_TK.shape[1]
     x_ND = x_TD.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1)
-    return permute_rows(x_ND, index_N, inverse_N), index_N, inverse_N
+    return permute_rows(x_ND, inverse_N), index_N
 
 
 def _to_token_order(y_ND: torch.Tensor, routing: Routing, state: DispatchState) -> torch.Tensor:
-    y_ND = permute_rows(y_ND, state.inverse_N, state.index_N)
+    y_ND = permute_rows(y_ND, state.index_N)
     y_TKD = y_ND.unflatten(0, routing.topk_scores_TK.shape)
     # The weighted sum is made in float32: bf16 would round each of the K partial sums.
     return (y_TKD.float() * routing.topk_scores_TK.unsqueeze(-1)).sum(1).to(y_ND.dtype)

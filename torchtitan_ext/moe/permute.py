@@ -1,37 +1,18 @@
-"""Row permutations of the MoE layer, as gathers in both directions.
+"""Row permutations of the MoE layer.
 
 Shapes: N = T * K routed rows, R rows received, e local experts, P ranks of expert parallelism.
 """
 
-from typing import Any
-
 import torch
 
 
-class _PermuteRows(torch.autograd.Function):
-    """Autograd would scatter-add the gradient, as it can't know that the index is a permutation.
+def permute_rows(x: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
+    """Moves row i of ``x`` to row ``destination[i]``; ``destination`` is a permutation.
 
-    With the inverse at hand the gradient is a gather: no atomics, and the same bits every time.
+    Written as a copy to places, its gradient is a gather. As a gather, ``x[index]``, its gradient
+    would be a scatter-add, since autograd can't know that no row is met twice.
     """
-
-    @staticmethod
-    def forward(x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        return x[index]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        _, _, inverse = inputs
-        ctx.save_for_backward(inverse)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        (inverse,) = ctx.saved_tensors
-        return grad[inverse], None, None
-
-
-def permute_rows(x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """``x[index]``, where ``index`` is a permutation of the rows and ``inverse`` its inverse."""
-    return _PermuteRows.apply(x, index, inverse)
+    return x.new_empty(x.shape).index_copy(0, destination, x)
 
 
 def sort_by_expert(expert_ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,62 @@
+"""Whether a run can go on from the checkpoints that its dump folder holds."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from torchtitan_ext.config.error import refusal
+
+
+def check_resumable(config: Any) -> None:
+    """Check that the checkpoint a run would resume from exists, and holds more than the model.
+
+    Raises ConfigError.
+    """
+    checkpoint = config.checkpoint
+    folder = Path(config.job.dump_folder) / checkpoint.folder
+    if not checkpoint.enable or not folder.is_dir():
+        return
+    steps = complete_steps(folder)
+    if checkpoint.load_step != -1 and checkpoint.load_step not in steps:
+        found = ", ".join(map(str, steps)) or "none"
+        raise refusal(
+            "checkpoint.load_step",
+            checkpoint.load_step,
+            f"{folder} has no complete checkpoint of that step; it has {found}",
+        )
+    if not steps:
+        return
+    step = steps[-1] if checkpoint.load_step == -1 else checkpoint.load_step
+    # A checkpoint of step 0 is a seed for the model's weights, and loaded as that.
+    needs_optimizer = step > 0 and "optimizer" not in checkpoint.exclude_from_loading
+    if needs_optimizer and not _holds_optimizer(folder / f"step-{step}"):
+        raise refusal(
+            "checkpoint.load_step",
+            checkpoint.load_step,
+            f"{folder}/step-{step} holds the model alone (last_save_model_only = true), so the run "
+            "can't go on from it; load an earlier step, or start a run in another dump folder "
+            "with checkpoint.initial_load_path",
+        )
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints in ``folder`` whose saving has ended, in order."""
+    steps = []
+    for entry in folder.iterdir():
+        match = re.fullmatch(r"step-(\d+)", entry.name)
+        # Written last, so a save that was cut short has none.
+        if match and any((entry / name).is_file() for name in _COMPLETE):
+            steps.append(int(match[1]))
+    return sorted(steps)
+
+
+_COMPLETE = (".metadata", "model.safetensors.index.json")
+
+
+def _holds_optimizer(checkpoint: Path) -> bool:
+    if not (checkpoint / ".metadata").is_file():  # Hugging Face's format has weights only
+        return False
+    from torch.distributed.checkpoint import FileSystemReader
+
+    keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    return any(key.startswith("optimizer.") for key in keys)
