@@ -46,7 +46,10 @@ class MoE(nn.Module):
             else None
         )
         self.load_balance_coeff = args.load_balance_coeff
-        bias = torch.zeros(args.num_experts) if args.load_balance_coeff > 0 else None
+        bias = None
+        if args.load_balance_coeff > 0:
+            # float32 in any training type: in bf16 its small steps would be rounded away
+            bias = torch.zeros(args.num_experts, dtype=torch.float32)
         self.register_buffer("expert_bias", bias)
         # Expert parallelism puts an AllToAllDispatcher here; the layer itself knows no ranks.
         self.dispatcher: Dispatcher = LocalDispatcher()
