@@ -25,7 +25,8 @@ refuse() {
 # nvidia-smi does not know CUDA_VISIBLE_DEVICES. Asking torch would take seconds.
 count_accelerators() {
     if [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
-        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
+        # As CUDA reads it, the list ends at the first entry that is no device, such as -1.
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^-/,$d' | grep -c . || true
     else
         nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true
     fi

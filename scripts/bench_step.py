@@ -150,7 +150,12 @@ def _summary(
         "step_seconds": median(lambda run: run["step_seconds"]),
         "peak_memory_gib": max(run["peak_memory_gib"] for run in runs),
         "runs": runs,
-        "settings": {**vars(options), "flags": flags, "torch": version("torch")},
+        "settings": {
+            **vars(options),
+            "ngpu": int(os.environ.get("WORLD_SIZE", options.ngpu)),
+            "flags": flags,
+            "torch": version("torch"),
+        },
     }
 
 

@@ -13,6 +13,7 @@ from models.deepseek_v3 import FLAVORS, DeepSeekV3ModelArgs
 from torchtitan_ext.components.initialize import CHECKPOINT_PREFIX
 from torchtitan_ext.config.load import load_job_config
 from torchtitan_ext.moe import MoEArgs
+from torchtitan_ext.moe import moe_layers as find_moe_layers
 from torchtitan_ext.trainer import ExtTrainer
 
 CONFIG = "tests/assets/deepseek_v3_tiny.toml"
@@ -151,9 +152,7 @@ def clean(name: str) -> str:
 
 def moe_layers(trainer: ExtTrainer) -> list[Any]:
     """The trainer's MoE layers, in order."""
-    from torchtitan_ext.distributed.expert_parallel import moe_layers as find
-
-    return list(find(trainer.model_parts[0]))
+    return list(find_moe_layers(trainer.model_parts[0]))
 
 
 def assert_same(run: Run, reference: Run, tolerance: float = 1e-4) -> None:

@@ -11,6 +11,8 @@ PRIVATE_NAMES = {
         "HSDPMeshInfo",
         "ShardPlacementResult",
     ],
+    # A reduce-scatter of our own for gloo; the public setter refuses a mesh per parameter.
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives": ["DefaultReduceScatter"],
     # DDP as FSDP2 does it, with its mixed precision and checkpoints.
     "torch.distributed._composable.replicate_with_fsdp": ["replicate"],
     # The all-to-all with a gradient, which compiles.

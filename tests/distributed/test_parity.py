@@ -131,6 +131,18 @@ def test_product_equals_one_process(
     assert (run.num_graphs[-1] > 0) == (backend is not None)
 
 
+def test_experts_shared_by_ranks_equal_one_process(tmp_path: Path) -> None:
+    """Fewer experts than ranks: FSDP shards each expert along its second dim."""
+    few = {"num_experts": 2, "top_k": 1, "num_expert_groups": 1, "num_limited_groups": 1}
+    few |= {"route_norm": False}  # a single score over itself is 1, without a gradient
+    flags = ["--optimizer.name=SGD", "--optimizer.lr=1.0"]
+    sharded = ["--parallelism.expert_parallel_degree=2", "--training.local_batch_size=2"]
+    sharded += ["--activation_checkpoint.mode=full"]
+    reference = run_ranks(train, 1, flags, str(tmp_path), **few)[0]
+    run = run_ranks(train, 4, [*flags, *sharded], str(tmp_path), **few)[0]
+    assert_same(run, reference)
+
+
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
 def test_accumulated_micro_batches_equal_one_batch(
     references: dict[str, Run], tmp_path: Path, checkpoint: str

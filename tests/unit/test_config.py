@@ -478,8 +478,12 @@ def test_governed_key_needs_its_switch(
     with_off = as_toml_file(**{name: value, switch.replace(".", "__"): off})
     message = f"{key.rpartition('.')[2]} = "
 
-    # Both in one file: a preset. By flag there is nothing to keep ready.
-    load(toml=with_off)
+    # Both in one file: a preset, if the switch is turned off and not to another way. By flag
+    # there is nothing to keep ready.
+    if off.startswith('"'):
+        assert "has no effect" in refusal_of(toml=with_off)
+    else:
+        load(toml=with_off)
     refused = refusal_of(as_flag(key, value), as_flag(switch, off), toml="")
     assert message in refused and "has no effect" in refused
     # The switch in the other place.
@@ -612,14 +616,13 @@ def test_missing_input_path_falls_back_to_repository_root(tmp_path: Path) -> Non
         (["--checkpoint.no_enable"], "[checkpoint]\nenable = true\ninterval = 5"),
         ([], "[checkpoint]\nenable = true\nload_only = true\ninterval = 5"),
         ([], "[profiling]\nenable_profiling = false\nprofile_freq = 77"),
-        (["--activation_checkpoint.mode=none"], "[layer_wrap]\nsave_ops = ['x']"),
         (
             ["--activation_checkpoint.mode=full"],
             "[[layer_wrap.rules]]\nlayers = '0-3'\ncheckpoint = 'op'\n"
             "[[layer_wrap.rules]]\nlayers = 'moe'\ncompile = false\n",
         ),
         (["--training.dataloader.num_workers=2"], "[training.dataloader]\nprefetch_factor = 3"),
-        (["--comm.mode=fake_backend"], "[comm]\ntrain_timeout_seconds = 7"),
+        (["--comm.mode=fake_backend"], ""),
     ],
 )
 def test_resolved_config_loads_to_the_same(flags: list[str], toml: str) -> None:
@@ -630,3 +633,11 @@ def test_resolved_config_loads_to_the_same(flags: list[str], toml: str) -> None:
     assert again.job.config_file == "config.toml"
     again.job.config_file = config.job.config_file
     assert again == config
+
+
+def test_resolved_config_leaves_out_what_a_flag_has_put_out_of_effect() -> None:
+    config = load("--activation_checkpoint.mode=none", toml="[layer_wrap]\nsave_ops = ['x']")
+    save_resolved_config(config, "saved.toml")
+    saved = load_job_config(["--job.config_file=saved.toml"], world_size=4, device_type="cpu")
+    assert config.layer_wrap.save_ops == ["x"]
+    assert saved.layer_wrap.save_ops == []

@@ -63,7 +63,6 @@ def decisions(job_config: JobConfig) -> list[tuple[str, bool]]:
         ("selective", "1", ["full"] * 4),
         ("selective", "2", ["none", "full", "none", "full"]),
         ("selective", "3", ["none", "none", "full", "none"]),
-        ("selective", "5", ["none"] * 4),
     ],
 )
 @pytest.mark.parametrize("compile", [False, True])
@@ -81,6 +80,12 @@ def test_plans_selective_count_positions_not_layer_numbers() -> None:
         (4, "full"),
         (5, "none"),
     ]
+
+
+def test_plans_selective_beyond_the_last_layer_is_refused() -> None:
+    assert decisions(make_config("selective", "4"))[-1] == ("full", False)
+    with pytest.raises(ValueError, match=r'selective_ac_option = "5": checkpoints no layer'):
+        decisions(make_config("selective", "5"))
 
 
 def test_plans_compile_only_the_loss_compiles_no_layer() -> None:

@@ -70,11 +70,15 @@ def processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExtMetricsProc
         self.data_loading_times.clear()
         self.time_last_log = metrics.time.perf_counter()
 
+    def log_validation(self: Any, *args: Any) -> None:
+        self.ntokens_since_last_log = 0
+        self.time_last_log = metrics.time.perf_counter()
+
     base = metrics.MetricsProcessor
     monkeypatch.setattr(base, "__init__", init)
     monkeypatch.setattr(base, "log", log)
     monkeypatch.setattr(base, "close", lambda self: None)
-    monkeypatch.setattr(base, "log_validation", lambda self, *args: None)
+    monkeypatch.setattr(base, "log_validation", log_validation)
     clock = iter([100.0, 104.0, 104.0, 105.0, 105.0])
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(metrics.dist, "get_rank", lambda: 0)
@@ -127,6 +131,20 @@ def test_record_of_the_next_step_starts_from_the_last(processor: ExtMetricsProce
     assert second["step_seconds"] == 1.0
     assert (second["loss"], second["nonfinite"]) == (None, True)
     assert "nonfinite" not in first
+
+
+def test_record_after_a_validation_speaks_of_the_steps_since(
+    processor: ExtMetricsProcessor,
+) -> None:
+    processor.start(step=8)
+    processor.data_loading_times += [7.0]  # of a step before the validation
+    processor.log_validation(2.0, step=10)
+    metrics.time.perf_counter()  # the clock goes from 104, at the validation, to 105
+    log_step(processor, step=12)
+    validation, training = records(processor)
+    assert (validation["step"], validation["validation_loss"]) == (10, 2.0)
+    assert training["step_seconds"] == (105.0 - 104.0) / 2
+    assert training["data_seconds"] == 2.0 / 2
 
 
 @pytest.mark.parametrize("log_experts", [False, True])

@@ -55,6 +55,11 @@ def test_missing_step_is_refused_with_those_that_exist(tmp_path: Path) -> None:
         check_resumable(config(tmp_path, load_step=7))
 
 
+def test_step_of_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"load_step = 7: .* it has none"):
+        check_resumable(config(tmp_path, load_step=7))
+
+
 def test_checkpoint_that_was_cut_short_does_not_count(tmp_path: Path) -> None:
     save(tmp_path, 5, full=True)
     save(tmp_path, 10, full=False)

@@ -221,3 +221,13 @@ def test_gradient_softmax_matches_autograd_of_the_plain_formula() -> None:
 def test_args_that_contradict_each_other_are_refused(numbers: dict[str, int]) -> None:
     with pytest.raises(AssertionError):
         MoEArgs(num_experts=8, **numbers)
+
+
+def test_scores_under_autocast_are_those_of_float32() -> None:
+    """A single process trains under autocast; rounded to bf16 the two best would tie."""
+    router, x_TD = router_with_logits([[1.0, 1.001, -1.0]], top_k=1, score_func="sigmoid")
+    with torch.autocast("cpu", torch.bfloat16):
+        routing = router(x_TD, None)
+    assert routing.topk_expert_ids_TK.tolist() == [[1]]
+    assert routing.topk_scores_TK.dtype == torch.float32
+    torch.testing.assert_close(routing.topk_scores_TK, torch.tensor([[1.001]]).sigmoid())

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_ext.moe import MoE
+from torchtitan_ext.moe import moe_layers
 
 
 class ExpertLoad:
@@ -23,7 +23,7 @@ class ExpertLoad:
     """
 
     def __init__(self, model_parts: list[nn.Module], mesh: DeviceMesh | None) -> None:
-        self._moe_layers = [m for part in model_parts for m in part.modules() if isinstance(m, MoE)]
+        self._moe_layers = [moe for part in model_parts for moe in moe_layers(part)]
         self._mesh = mesh
         self._sum_LE: torch.Tensor | None = None
         self.last_step_LE: torch.Tensor | None = None
@@ -50,8 +50,7 @@ class ExpertLoad:
 
     def max_over_mean_L(self) -> list[float]:
         """Each layer's largest load over its mean load, in the last step; 1 is balanced."""
-        if self.last_step_LE is None:
-            return []
+        assert self.last_step_LE is not None, "no step has ended, or the model has no MoE layers"
         load_LE = self.last_step_LE.double()
         return (load_LE.amax(1) / load_LE.mean(1)).tolist()
 

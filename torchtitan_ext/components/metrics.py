@@ -75,6 +75,9 @@ class ExtMetricsProcessor(MetricsProcessor):
     ) -> None:
         self._write({"step": step, "validation_loss": loss, "time": time.time()})
         super().log_validation(loss, step, extra_metrics)
+        # It starts the clock anew, so the next line speaks of the steps after this one.
+        self._last_logged_step = step
+        self.data_loading_times.clear()
 
     def close(self) -> None:
         super().close()

@@ -234,7 +234,7 @@ GOVERNED: dict[str, tuple[Switch, ...]] = {
         ),
         (
             (_RECOMPUTES,),
-            _keys("activation_checkpoint", "early_stop determinism_check debug"),
+            _keys("activation_checkpoint", "early_stop determinism_check"),
         ),
         (
             (_MEMORY_BUDGET,),
@@ -296,6 +296,7 @@ REFUSED: dict[str, str] = {
     "parallelism.context_parallel_degree": "not supported yet; use 1",
     "parallelism.expert_tensor_parallel_degree": "not supported yet; use 1",
     "parallelism.expert_parallel_comm_backend": 'not supported yet; use "standard"',
+    "activation_checkpoint.debug": "not supported: torch has no debug mode for a policy",
     "activation_checkpoint.preserve_rng_state": (
         "must be true: otherwise the recomputation draws other dropout masks than the forward"
     ),
@@ -308,8 +309,9 @@ REFUSED: dict[str, str] = {
 def check_effects(config: Any, settings: Settings) -> None:
     """Refuse a key that is set but would not be read.
 
-    A key in the TOML file is let pass when its switch is set, too: then the file keeps a preset
-    ready (``enable = false`` above ``interval = 5``), or a flag has turned the switch off.
+    A key in the TOML file is let pass if a flag has turned its switch off, or if the file itself
+    turns it off: then it keeps a preset ready (``enable = false`` above ``interval = 5``). A switch
+    that names one of several ways, such as ``mode = "full"``, is no such off.
 
     Raises ConfigError.
     """
@@ -317,10 +319,28 @@ def check_effects(config: Any, settings: Settings) -> None:
         for switch in GOVERNED.get(key, ()):
             if switch.is_on(config):
                 continue
-            is_preset = any(switch_key in settings.values for switch_key in switch.keys)
-            if key in settings.flags or not is_preset:
+            if key in settings.flags or not _is_preset(switch, settings):
                 raise refusal(key, value, f"has no effect {switch.off}")
             break
+
+
+def drop_unread(config: Any, values: dict[str, Any]) -> None:
+    """Take those keys out of nested ``values`` that a TOML file of the config must not set."""
+    for key, switches in GOVERNED.items():
+        off = (switch for switch in switches if not switch.is_on(config))
+        if any(all(isinstance(get_value(config, k), str) for k in switch.keys) for switch in off):
+            *sections, name = key.split(".")
+            table = values
+            for section in sections:
+                table = table.get(section, {})
+            table.pop(name, None)
+
+
+def _is_preset(switch: Switch, settings: Settings) -> bool:
+    return any(
+        key in settings.flags or (key in settings.toml and not isinstance(settings.toml[key], str))
+        for key in switch.keys
+    )
 
 
 def check_refused(config: Any, defaults: Any) -> None:

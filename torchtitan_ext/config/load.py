@@ -29,7 +29,7 @@ from torchtitan_ext.config.checks import (
     check_tokenizer,
     check_values,
 )
-from torchtitan_ext.config.effects import check_effects, check_refused
+from torchtitan_ext.config.effects import check_effects, check_refused, drop_unread
 from torchtitan_ext.config.error import ConfigError, did_you_mean, refusal
 from torchtitan_ext.config.resume import check_resumable
 from torchtitan_ext.config.values import (
@@ -84,12 +84,14 @@ def load_job_config(args: list[str], *, world_size: int, device_type: str) -> Jo
 
 
 def save_resolved_config(config: JobConfig, path: str | Path) -> None:
-    """Write every key of ``config`` to a TOML file from which the same run can be started.
+    """Write every key that was used to a TOML file from which the same run can be started.
 
-    Left out are ``job.config_file``, which is the file itself, and keys that are None.
+    Left out are ``job.config_file``, which is the file itself, keys that are None, and keys that
+    would be refused as having no effect.
     """
     sections = _without_none(asdict(config))
     sections["job"].pop("config_file", None)
+    drop_unread(config, sections)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(tomli_w.dumps(sections), encoding="utf-8")
 

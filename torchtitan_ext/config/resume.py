@@ -14,9 +14,9 @@ def check_resumable(config: Any) -> None:
     """
     checkpoint = config.checkpoint
     folder = Path(config.job.dump_folder) / checkpoint.folder
-    if not checkpoint.enable or not folder.is_dir():
+    if not checkpoint.enable:
         return
-    steps = complete_steps(folder)
+    steps = complete_steps(folder) if folder.is_dir() else []
     if checkpoint.load_step != -1 and checkpoint.load_step not in steps:
         found = ", ".join(map(str, steps)) or "none"
         raise refusal(

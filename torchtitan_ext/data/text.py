@@ -198,6 +198,21 @@ def build_text_validation_dataloader(
     )
 
 
+def check_text(dp_world_size: int, tokenizer: BaseTokenizer, job_config: JobConfig) -> None:
+    """Reads the beginning of the user's own text, as training will.
+
+    Raises:
+        ValueError: it can't be read, or holds less than one sequence for every rank.
+    """
+    sections = {"training": job_config.training}
+    if job_config.validation.enable:
+        sections["validation"] = job_config.validation
+    for section, config in sections.items():
+        if config.dataset == "local":
+            loader = _build(section, config, dp_world_size, 0, tokenizer, infinite=True)
+            next(iter(loader.dataset))
+
+
 def _build(
     section: str,
     config: Training | Validation,

@@ -2,14 +2,14 @@
 
 import difflib
 import functools
-import hashlib
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+import torchtitan_ext.moe.grouped_mm  # noqa: F401  registers the operator that is named below
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -18,6 +18,7 @@ _c10d = torch.ops._c10d_functional
 DEFAULT_SAVE_OPS = frozenset(
     {
         _aten.mm.default,
+        _aten.bmm.default,  # attention, where it is written out
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
@@ -111,8 +112,8 @@ def build_context_fn(
     if save_ops is None or save_ops.is_default:
         # With a hash of what the policy does, AOTAutograd's cache serves the block on the next
         # start. Without one the policy is traced again, which tells whether a name was met.
-        parts = (_SOURCE_HASH, save_ops is None, sorted(recompute_shapes))
-        context_fn.cache_hash = repr(parts)  # type: ignore[attr-defined]
+        # (What this file says is part of the key already: see compile_cache.py.)
+        context_fn.cache_hash = repr((save_ops is None, sorted(recompute_shapes)))  # type: ignore[attr-defined]
     return context_fn
 
 
@@ -120,9 +121,6 @@ def _selective_contexts(
     save_ops: SaveOps | None, recompute_shapes: frozenset[tuple[int, int]]
 ) -> Any:
     return create_selective_checkpoint_contexts(_policy(save_ops, recompute_shapes))
-
-
-_SOURCE_HASH = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def _policy(

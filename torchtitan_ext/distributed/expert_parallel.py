@@ -1,18 +1,11 @@
 """Expert parallelism: each rank of the ep axis holds an equal part of every layer's experts."""
 
-from collections.abc import Iterator
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torchtitan.tools.logging import logger
 
-from torchtitan_ext.moe import AllToAllDispatcher, MoE
-
-
-def moe_layers(model: nn.Module) -> Iterator[MoE]:
-    """The model's MoE layers, in order."""
-    return (module for module in model.modules() if isinstance(module, MoE))
+from torchtitan_ext.moe import AllToAllDispatcher, moe_layers
 
 
 def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh) -> None:

@@ -22,7 +22,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from torchtitan_ext.device import DEVICE_TYPE
-from torchtitan_ext.moe import MoE
+from torchtitan_ext.moe import moe_layers
 
 from .gloo import use_all_to_all_reduce_scatter
 
@@ -105,7 +105,7 @@ def _shard_placement(
 
     edp_mesh_info = _mesh_info(edp_mesh)
     placements: dict[nn.Parameter, ShardPlacementResult] = {}
-    for moe in (m for m in model.modules() if isinstance(m, MoE)):
+    for moe in moe_layers(model):
         # With fewer experts than ranks, dim 0 would leave ranks with nothing but padding.
         too_few = edp_mesh_info.shard_mesh_size * ep > moe.experts.num_experts
         expert = ShardPlacementResult(Shard(1 if too_few else 0), edp_mesh_info)

@@ -16,6 +16,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_ext.config import CheckpointPolicy, match_layers
 
 from .checkpoint_policy import SaveOps, build_context_fn
+from .compile_cache import tag_compile_caches
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,9 @@ def resolve_layer_plans(
     """Decides for each layer: [activation_checkpoint] and [compile], then the rules in order.
 
     Raises:
-        ValueError: a rule matches no layer.
+        ValueError: a rule matches no layer, or every nth layer is none.
     """
+    _check_every_nth(job_config, len(layer_ids))
     compile_model = job_config.compile.enable and "model" in job_config.compile.components
     checkpoints = {
         layer_id: _default_checkpoint(job_config, position)
@@ -59,6 +61,16 @@ def resolve_layer_plans(
     ]
 
 
+def _check_every_nth(job_config: JobConfig, num_layers: int) -> None:
+    ac = job_config.activation_checkpoint
+    option = ac.selective_ac_option
+    if ac.mode == "selective" and option.isdecimal() and int(option) > num_layers:
+        raise ValueError(
+            f'[activation_checkpoint] selective_ac_option = "{option}": checkpoints no layer, as '
+            f"the model has {num_layers}"
+        )
+
+
 def _default_checkpoint(job_config: JobConfig, position: int) -> CheckpointPolicy:
     ac = job_config.activation_checkpoint
     if ac.mode != "selective":
@@ -77,6 +89,7 @@ def apply_layer_wrap(model: nn.Module, job_config: JobConfig) -> None:
     moe_layer_ids = {i for i, block in blocks.items() if getattr(block, "moe_enabled", False)}
     plans = resolve_layer_plans(job_config, list(blocks), moe_layer_ids)
     save_ops = SaveOps(job_config.layer_wrap.save_ops)
+    tag_compile_caches()
     for plan in plans:
         block = blocks[plan.layer_id]
         if plan.checkpoint != "none":
@@ -104,7 +117,6 @@ def _checkpoint(
         preserve_rng_state=True,
         determinism_check=ac.determinism_check,
         early_stop=ac.early_stop,
-        debug=ac.debug,
         **options,
     )
 

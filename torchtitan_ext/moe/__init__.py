@@ -3,7 +3,7 @@
 from .args import MoEArgs
 from .dispatch import AllToAllDispatcher, Dispatcher, DispatchState, LocalDispatcher
 from .experts import GroupedExperts
-from .layer import FeedForward, MoE
+from .layer import FeedForward, MoE, moe_layers
 from .router import Routing, TokenChoiceRouter
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "MoEArgs",
     "Routing",
     "TokenChoiceRouter",
+    "moe_layers",
 ]

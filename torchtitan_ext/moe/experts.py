@@ -32,10 +32,17 @@ class GroupedExperts(nn.Module):
             tokens_per_expert_e: rows of each local expert; zero is fine, for some or for all.
         """
         w1, w2, w3 = (_local(w).transpose(-2, -1) for w in (self.w1, self.w2, self.w3))
-        one_kernel = has_grouped_mm(x_RD.device, x_RD.dtype, *w1.shape[1:])
+        one_kernel = has_grouped_mm(x_RD.device, _dtype_of_products(x_RD), *w1.shape[1:])
         mm = grouped_mm if one_kernel else grouped_mm_loop
         h_RF = F.silu(mm(x_RD, w1, tokens_per_expert_e)) * mm(x_RD, w3, tokens_per_expert_e)
         return mm(h_RF, w2, tokens_per_expert_e)
+
+
+def _dtype_of_products(x: torch.Tensor) -> torch.dtype:
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return x.dtype
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 Shapes: B batch, S sequence, T = B * S tokens, D model, E experts, K top-k, R rows received.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -24,6 +26,11 @@ class FeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def moe_layers(model: nn.Module) -> Iterator["MoE"]:
+    """The MoE layers of a model, in order."""
+    return (module for module in model.modules() if isinstance(module, MoE))
 
 
 class MoE(nn.Module):

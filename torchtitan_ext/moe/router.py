@@ -35,8 +35,9 @@ class TokenChoiceRouter(nn.Module):
         self.gate = nn.Linear(dim, args.num_experts, bias=False)
 
     def forward(self, x_TD: torch.Tensor, expert_bias_E: torch.Tensor | None) -> Routing:
-        # In float32: rounded to bf16, close scores would tie.
-        logits_TE = F.linear(x_TD.float(), self.gate.weight.float())
+        # In float32, also under autocast: rounded to bf16, close scores would tie.
+        with torch.autocast(x_TD.device.type, enabled=False):
+            logits_TE = F.linear(x_TD.float(), self.gate.weight.float())
         if self.args.score_func == "sigmoid":
             scores_TE = logits_TE.sigmoid()
         else:
