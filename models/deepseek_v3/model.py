@@ -134,7 +134,7 @@ class DeepSeekV3Model(ModelProtocol):
         """Fills parameters and buffers of the materialised model.
 
         ======================  ====================================================
-        embedding               normal, std 1
+        embedding               normal, std 0.02
         output                  truncated normal, std dim ** -0.5
         wo, w2 of layer i       truncated normal, std 0.02 / sqrt(2 (i + 1))
         other matrices          truncated normal, std 0.02
@@ -153,7 +153,7 @@ class DeepSeekV3Model(ModelProtocol):
         if "norm" in leaf:
             return Ones()
         if leaf == "tok_embeddings":
-            return Normal(std=1.0)
+            return Normal(std=0.02)
         if leaf == "output":
             return TruncatedNormal(std=self.model_args.dim**-0.5)
         if leaf in ("wo", "w2"):  # they write into the residual: deeper layers write less

@@ -19,6 +19,7 @@ FULL = ["--activation_checkpoint.mode=full"]
 OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
 AOT_EAGER = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager"]
 NUM_MOE_LAYERS = 2
+NUM_EXPERTS = 8
 
 
 def run_ep2(folder: Path, flags: list[str], **kwargs: Any) -> Run:
@@ -29,17 +30,18 @@ def run_ep2(folder: Path, flags: list[str], **kwargs: Any) -> Run:
 
 
 def profile_exchanges(flags: list[str], folder: str) -> dict[str, float]:
-    """All-to-alls per MoE layer and step, of token counts (integers, a vector) and of rows."""
+    """All-to-alls per MoE layer and step, of token counts (a vector) and of rows (a matrix)."""
     trainer = build_trainer([*EP2, *flags], folder)
     for step in steps(trainer, 3):
         if step == 3:  # compiled and warm
             profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
             profiler.start()
     profiler.stop()
+    shapes = [e.input_shapes[0] for e in profiler.events() if e.name == "c10d::alltoall_base_"]
     exchanges = Counter(
-        "counts" if len(event.input_shapes[0]) == 1 else "rows"
-        for event in profiler.events()
-        if event.name == "c10d::alltoall_base_"
+        "counts" if shape == [NUM_EXPERTS] else "rows"
+        for shape in shapes
+        if shape == [NUM_EXPERTS] or len(shape) == 2  # other vectors are gradients to reduce
     )
     return {name: number / NUM_MOE_LAYERS for name, number in exchanges.items()}
 
