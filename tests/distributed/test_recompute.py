@@ -143,12 +143,34 @@ def train_and_validate(flags: list[str], folder: str) -> Run | None:
     return finish(trainer, run)
 
 
+VALIDATION = [
+    "--validation.enable",
+    "--validation.dataset=local",
+    "--validation.dataset_path=tests/assets/text",
+    "--validation.seq_len=32",
+    "--validation.steps=2",
+]
+
+
 def test_validation_changes_nothing_in_training(tmp_path: Path) -> None:
-    validation = ["--validation.enable", "--validation.dataset=local", "--validation.steps=2"]
-    validation += ["--validation.dataset_path=tests/assets/text", "--validation.seq_len=32"]
     expected = run_ranks(train_and_validate, 2, [], str(tmp_path))[0]
-    actual = run_ranks(train_and_validate, 2, validation, str(tmp_path))[0]
+    actual = run_ranks(train_and_validate, 2, VALIDATION, str(tmp_path))[0]
     assert_same(actual, expected, tolerance=0)
+
+
+def validate_three_times(folder: str) -> list[float]:
+    trainer = build_trainer([*EP2, *VALIDATION], folder)
+    losses: list[float] = []
+    trainer.metrics_processor.log_validation = lambda loss, step: losses.append(loss)
+    for step in range(3):
+        trainer.validator.validate(trainer.model_parts, step)
+    return losses
+
+
+def test_validations_measure_the_same_text(tmp_path: Path) -> None:
+    losses = run_ranks(validate_three_times, 2, str(tmp_path))[0]
+    assert len(losses) == 3
+    assert len(set(losses)) == 1
 
 
 # Uneven routing

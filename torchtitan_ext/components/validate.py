@@ -33,17 +33,14 @@ class TextValidator(Validator):
         self.tokenizer = tokenizer
         self.parallel_dims = parallel_dims
         self.__dict__.update(attributes)
-        self._build_dataloader = lambda: build_text_validation_dataloader(
+        # Every iteration over it starts at the beginning, so one serves all validations.
+        self.validation_dataloader = build_text_validation_dataloader(
             job_config=job_config,
             dp_world_size=dp_world_size,
             dp_rank=dp_rank,
             tokenizer=tokenizer,
             infinite=job_config.validation.steps != -1,
         )
-
-    def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        self.validation_dataloader = self._build_dataloader()
-        super().validate(model_parts, step)
 
     def post_dataloading_process(
         self,

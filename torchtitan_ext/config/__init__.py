@@ -3,6 +3,6 @@
 torchtitan finds our sections through this module (``job.custom_config_module``).
 """
 
-from .sections import CheckpointPolicy, JobConfig, LayerRule, LayerWrap, Metrics, match_layers
+from .sections import CheckpointMode, JobConfig, LayerRule, LayerWrap, Metrics, match_layers
 
-__all__ = ["CheckpointPolicy", "JobConfig", "LayerRule", "LayerWrap", "Metrics", "match_layers"]
+__all__ = ["CheckpointMode", "JobConfig", "LayerRule", "LayerWrap", "Metrics", "match_layers"]

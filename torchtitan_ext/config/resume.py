@@ -6,6 +6,9 @@ from typing import Any
 
 from torchtitan_ext.config.error import refusal
 
+# Of which one is written at the end of a save.
+_COMPLETE = (".metadata", "model.safetensors.index.json")
+
 
 def check_resumable(config: Any) -> None:
     """Check that the checkpoint a run would resume from exists, and holds more than the model.
@@ -13,9 +16,9 @@ def check_resumable(config: Any) -> None:
     Raises ConfigError.
     """
     checkpoint = config.checkpoint
-    folder = Path(config.job.dump_folder) / checkpoint.folder
     if not checkpoint.enable:
         return
+    folder = Path(config.job.dump_folder) / checkpoint.folder
     steps = complete_steps(folder) if folder.is_dir() else []
     if checkpoint.load_step != -1 and checkpoint.load_step not in steps:
         found = ", ".join(map(str, steps)) or "none"
@@ -48,9 +51,6 @@ def complete_steps(folder: Path) -> list[int]:
         if match and any((entry / name).is_file() for name in _COMPLETE):
             steps.append(int(match[1]))
     return sorted(steps)
-
-
-_COMPLETE = (".metadata", "model.safetensors.index.json")
 
 
 def _holds_optimizer(checkpoint: Path) -> bool:

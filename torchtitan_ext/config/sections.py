@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from torchtitan_ext.config.error import as_toml, did_you_mean
 
-CheckpointPolicy = Literal["none", "full", "op"]
+CheckpointMode = Literal["none", "full", "op"]
 
 _LAYER_GROUPS = ("*", "dense", "moe")
 _LAYER_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -28,7 +28,7 @@ class LayerRule:
     "moe" for those with experts, "dense" for the others.
     """
 
-    checkpoint: CheckpointPolicy | None = None
+    checkpoint: CheckpointMode | None = None
     """What the backward recomputes: "none", "full" (the whole layer) or "op" (all but some ops)."""
 
     compile: bool | None = None
@@ -125,7 +125,7 @@ def _read_rule(index: int, table: Any) -> LayerRule:
 
 
 def _rule_problems(rule: LayerRule) -> Iterable[tuple[str, str]]:
-    policies = get_args(CheckpointPolicy)
+    policies = get_args(CheckpointMode)
     if not isinstance(rule.layers, str):
         yield "layers", "must be a string"
     else:

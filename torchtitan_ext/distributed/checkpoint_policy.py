@@ -1,6 +1,5 @@
 """What a checkpointed block keeps from its forward, operator by operator."""
 
-import difflib
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +9,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import torchtitan_ext.moe.grouped_mm  # noqa: F401  registers the operator that is named below
+from torchtitan_ext.config.error import did_you_mean
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -154,7 +154,8 @@ def _find_overloads(name: str) -> list[Any]:
         found = [getattr(packet, found) for found in packet.overloads()]
         overloads = [op for op in found if overload in ("", op._overloadname)]
     if not overloads:
-        raise ValueError(f'[layer_wrap] save_ops = "{name}": no such operator{_hint(name)}')
+        hint = did_you_mean(name, _operator_names())
+        raise ValueError(f'[layer_wrap] save_ops = "{name}": no such operator{hint}')
     if all(_is_composite(op) for op in overloads if not op._schema.is_mutable):
         raise ValueError(
             f'[layer_wrap] save_ops = "{name}": is made of other operators before a policy sees '
@@ -167,7 +168,5 @@ def _is_composite(op: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
-def _hint(name: str) -> str:
-    known = {schema.name.replace("::", ".") for schema in torch._C._jit_get_all_schemas()}
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f' (did you mean "{nearest[0]}"?)' if nearest else ""
+def _operator_names() -> set[str]:
+    return {schema.name.replace("::", ".") for schema in torch._C._jit_get_all_schemas()}

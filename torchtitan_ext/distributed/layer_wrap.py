@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
-from torchtitan_ext.config import CheckpointPolicy, match_layers
+from torchtitan_ext.config import CheckpointMode, match_layers
 
 from .checkpoint_policy import SaveOps, build_context_fn
 from .compile_cache import tag_compile_caches
@@ -25,7 +25,7 @@ class LayerPlan:
 
     layer_id: int
     moe_enabled: bool
-    checkpoint: CheckpointPolicy
+    checkpoint: CheckpointMode
     compile: bool
 
 
@@ -71,7 +71,7 @@ def _check_every_nth(job_config: JobConfig, num_layers: int) -> None:
         )
 
 
-def _default_checkpoint(job_config: JobConfig, position: int) -> CheckpointPolicy:
+def _default_checkpoint(job_config: JobConfig, position: int) -> CheckpointMode:
     ac = job_config.activation_checkpoint
     if ac.mode != "selective":
         assert ac.mode in ("none", "full"), ac.mode
