@@ -241,7 +241,9 @@ def shuffle_routing(trainer: ExtTrainer, step: int) -> None:
 
 
 def test_varying_routing_recompiles_at_most_twice(tmp_path: Path) -> None:
-    run = run_ep2(tmp_path, [*FULL, *AOT_EAGER], num_steps=30, before_step=shuffle_routing)
+    # At the other tests' rate the tokens soon look alike to the router, and go the same way.
+    flags = [*FULL, *AOT_EAGER, "--optimizer.lr=1e-4"]
+    run = run_ep2(tmp_path, flags, num_steps=30, before_step=shuffle_routing)
     assert run.num_graphs[0] == 2  # a dense and a MoE block
     assert run.num_graphs[-1] - run.num_graphs[0] <= 2
     loads = {tuple(experts) for layers in run.counts for experts in layers}
