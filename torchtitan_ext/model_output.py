@@ -6,9 +6,13 @@ import torch
 
 
 class ModelOutput(NamedTuple):
-    """Shapes: B batch, S sequence, V vocabulary, L MoE layers, E experts."""
+    """Shapes: B batch, S sequence, V vocabulary, L MoE layers, E experts, M label positions."""
 
     logits: torch.Tensor
-    """(B, S, V)."""
+    """(B, S, V), or (B, M, V) at ``label_positions``."""
     tokens_per_expert: torch.Tensor | None = None
     """Tokens of this process that each layer's router sent to each expert, (L, E) int64."""
+    label_positions: torch.Tensor | None = None
+    """Where in the sequence the logits are, if not everywhere: (B, M) int64."""
+    next_sentence_logits: torch.Tensor | None = None
+    """(B, 2): the second segment follows the first, or is from elsewhere."""

@@ -10,7 +10,13 @@ from torchtitan.protocols.train_spec import TrainSpec
 
 @dataclass
 class ExtTrainSpec(TrainSpec):
-    """A TrainSpec with ``check_config``, which runs before any process group exists."""
+    """A TrainSpec that says what its model reads of a configuration, and what it refuses."""
+
+    sections: frozenset[str] = frozenset()
+    """Sections of the configuration that the model reads, of those that only some models do."""
 
     check_config: Callable[[JobConfig, ParallelDims], None] | None = None
-    """Raises ValueError, as ``[section] key = value: rule``, for what this model can't do."""
+    """
+    Runs before any process group exists. Raises ValueError, as ``[section] key = value: rule``, for
+    what the model can't do.
+    """

@@ -4,18 +4,23 @@ import gc
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.profiler import profile
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils as torchtitan_utils
+from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from .components.load_balance import ExpertLoad
+from .components.loss import next_sentence_loss
 from .components.metrics import ExtMetricsProcessor
 from .components.profiling import maybe_profile
+from .components.random_state import seed_step
 from .device import DEVICE_TYPE
+from .distributed.zero import StateBytes, share_micro_batch
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -35,7 +40,23 @@ class ExtTrainer(Trainer):
         self.metrics_processor.expert_load = self.expert_load
         # Before the step's metrics are logged, and before the next forward reads the biases.
         self.optimizers.register_step_pre_hook(lambda *_: self.expert_load.finish_step())
+        self.seed = job_config.debug.seed or 0
+        """What every random number of the training comes from."""
+        batch_mesh = self.parallel_dims.get_optional_mesh("batch")
+        self.data_rank = batch_mesh.get_local_rank() if batch_mesh is not None else 0
+        self._num_data_ranks = batch_mesh.size() if batch_mesh is not None else 1
+        self._zero_stage = job_config.zero.stage if self.parallel_dims.fsdp_enabled else 1
+        self._micro_batch = 0
+        self.state_bytes = StateBytes()
+        """What this rank held in its first step."""
+        self._measures_state = True
         self._profiler: profile | None = None
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of all ranks in one optimizer step."""
+        local_batch_size = self.job_config.training.local_batch_size
+        return local_batch_size * self.gradient_accumulation_steps * self._num_data_ranks
 
     def init_distributed(self) -> ParallelDims:
         if DEVICE_TYPE == "cpu":
@@ -54,15 +75,30 @@ class ExtTrainer(Trainer):
         inputs, labels, extra_inputs, extra_kwargs = self.post_dataloading_process(
             input_dict, labels
         )
+        next_sentence_labels = extra_inputs.pop("next_sentence_labels", None)
         (model,) = self.model_parts
+        if self._micro_batch == 0:
+            # Here and not earlier: the dataloader draws a random number when it starts.
+            seed_step(self.seed, self.data_rank, self.step)
+        self._micro_batch += 1
+        is_last = self._micro_batch == self.gradient_accumulation_steps
+        share_micro_batch(model, self._zero_stage, is_last=is_last)
         with self.train_context():
             with self.maybe_enable_amp:
                 output = model(inputs, **extra_inputs, **extra_kwargs)
                 loss = self.loss_fn(output, labels) / global_valid_tokens
+                if next_sentence_labels is not None:
+                    loss += (
+                        next_sentence_loss(output, next_sentence_labels) / self.global_batch_size
+                    )
             if output.tokens_per_expert is not None:
                 self.expert_load.add(output.tokens_per_expert)
+            if self._measures_state:
+                self.state_bytes.after_forward(model)
             del output  # the logits are the step's largest tensor: free them before the backward
             loss.backward()
+        if self._measures_state:
+            self.state_bytes.after_backward(model)
         return loss
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
@@ -73,7 +109,12 @@ class ExtTrainer(Trainer):
         return super().batch_generator(data_iterable)
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
+        self._micro_batch = 0
         super().train_step(data_iterator)
+        if self._measures_state:
+            self._measures_state = False
+            self.state_bytes.after_step(self.optimizers)
+            logger.info(f"Held by a rank: {self.state_bytes}")
         if self._profiler is not None:
             self._profiler.step()
 
@@ -86,6 +127,17 @@ class ExtTrainer(Trainer):
                 super().train()
         finally:
             self.job_config.profiling = profiling
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "seed": self.seed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if state_dict["seed"] != self.seed:
+            logger.warning(
+                f"The checkpoint's run had [debug] seed = {state_dict['seed']}, this one has "
+                f"{self.seed}: from here on it draws other random numbers"
+            )
 
     @staticmethod
     def synchronize() -> None:

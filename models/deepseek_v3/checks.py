@@ -1,12 +1,12 @@
 """What a configuration must satisfy for this model; runs before any process group exists."""
 
-from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
 from torchtitan_ext.data.text import check_text
 from torchtitan_ext.distributed.checkpoint_policy import SaveOps
 from torchtitan_ext.distributed.layer_wrap import resolve_layer_plans
+from torchtitan_ext.model_checks import check_keys_of_experts, load_tokenizer
 
 from .args import DeepSeekV3ModelArgs
 from .flavors import FLAVORS
@@ -18,38 +18,12 @@ def check_config(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
     layer_ids = list(range(args.n_layers))
     moe_layer_ids = set(layer_ids[args.n_dense_layers :])
     _check_expert_parallel(args, parallel_dims, has_moe=bool(moe_layer_ids))
-    _check_keys_of_experts(job_config, has_moe=bool(moe_layer_ids))
-    tokenizer = _load_tokenizer(job_config, args)
+    if not moe_layer_ids:
+        check_keys_of_experts(job_config)
+    tokenizer = load_tokenizer(job_config, args.vocab_size)
     check_text(parallel_dims.dp_replicate * parallel_dims.dp_shard, tokenizer, job_config)
     resolve_layer_plans(job_config, layer_ids, moe_layer_ids)
     SaveOps(job_config.layer_wrap.save_ops)
-
-
-def _check_keys_of_experts(job_config: JobConfig, *, has_moe: bool) -> None:
-    if has_moe:
-        return
-    for key, value in (
-        ("[debug] moe_force_load_balance", job_config.debug.moe_force_load_balance),
-        ("[metrics] log_experts", job_config.metrics.log_experts),
-    ):
-        if value:
-            flavor = job_config.model.flavor
-            raise ValueError(f'{key} = true: has no effect, as flavor "{flavor}" has no experts')
-
-
-def _load_tokenizer(job_config: JobConfig, args: DeepSeekV3ModelArgs) -> BaseTokenizer:
-    key = f'[model] hf_assets_path = "{job_config.model.hf_assets_path}"'
-    try:
-        tokenizer = build_hf_tokenizer(job_config)
-    except Exception as error:  # the tokenizers library raises plain Exceptions
-        raise ValueError(f"{key}: the tokenizer can't be read: {error}") from error
-    num_tokens = tokenizer.get_vocab_size()
-    if num_tokens > args.vocab_size:
-        raise ValueError(
-            f"{key}: the tokenizer has {num_tokens:,} tokens, but the model's vocabulary ends at "
-            f"{args.vocab_size:,}"
-        )
-    return tokenizer
 
 
 def _check_expert_parallel(

@@ -1,6 +1,7 @@
 """The tokenizer asset suits torchtitan, and the script that wrote it checks its input."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -102,10 +103,79 @@ def test_impossible_vocabulary_size_is_an_error(
         script.train_tokenizer(DOCUMENTS, vocab_size)
 
 
+# --- WordPiece
+
+
+@pytest.fixture(scope="module")
+def wordpiece() -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer(str(ROOT / "tests" / "assets" / "wordpiece"))
+
+
+def test_wordpiece_has_4096_tokens_and_berts_special_ones_first(
+    wordpiece: HuggingFaceTokenizer,
+) -> None:
+    assert sorted(wordpiece.get_vocab().values()) == list(range(4096))
+    first = [wordpiece.id_to_token(index) for index in range(5)]
+    assert first == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    added = wordpiece.tokenizer.get_added_tokens_decoder()
+    assert [token.content for token in added.values()] == first  # "##a" is no special token
+
+
+def test_wordpiece_is_lowercase_and_splits_words(wordpiece: HuggingFaceTokenizer) -> None:
+    assert wordpiece.encode("The NAÏVE\tobject!") == wordpiece.encode("the naive object !")
+    tokens = [wordpiece.id_to_token(index) for index in wordpiece.encode("uncharacteristic object")]
+    assert (tokens[0], tokens[-1]) == ("[CLS]", "[SEP]")
+    assert all(token.startswith("##") for token in tokens[2:-2])
+    assert tokens[-2] == "object"
+    assert wordpiece.decode(wordpiece.encode("an object")) == "an object"
+
+
+def test_training_wordpiece_in_two_processes_gives_the_same_bytes(tmp_path: Path) -> None:
+    # Hash maps, whose order must not matter, differ between processes.
+    documents = tmp_path / "text.txt"
+    documents.write_text(" ".join(sorted(ROOT.joinpath("README.md").read_text().split())))
+    options = ["--type=wordpiece", "--vocab-size=400", f"--dataset-path={documents}"]
+    for name in ("first", "second"):
+        output = f"--output={tmp_path / name}"
+        subprocess.run([sys.executable, str(SCRIPT), *options, output], check=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        first, second = (tmp_path / folder / name for folder in ("first", "second"))
+        assert first.read_bytes() == second.read_bytes()
+
+
+def test_wordpiece_asset_is_what_the_script_writes_but_for_the_text(
+    script: ModuleType, wordpiece: HuggingFaceTokenizer
+) -> None:
+    parts = []
+    for tokenizer in (script.train_wordpiece(DOCUMENTS, 60), wordpiece.tokenizer):
+        content = json.loads(tokenizer.to_str())
+        del content["model"]["vocab"]
+        parts.append(content)
+    assert parts[0] == parts[1]
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "message"),
+    [
+        (10, r"--vocab-size 10: must be at least \d+"),
+        (9999, r"--vocab-size 9999: the text gives only \d+ tokens"),
+    ],
+)
+def test_impossible_size_of_wordpiece_is_an_error(
+    script: ModuleType, vocab_size: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        script.train_wordpiece(DOCUMENTS, vocab_size)
+
+
+# --- command line
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--vocab-size", "2"], "error: --vocab-size 2: must be at least 259"),
+        (["--dataset-path", "x/y"], "error: --dataset-path x/y: no such file or folder"),
         (["--vocab-size", "x"], "error: argument --vocab-size: invalid int value: 'x'"),
         (["--output", __file__, "--vocab-size", "300"], f"error: --output {__file__}: File exists"),
     ],

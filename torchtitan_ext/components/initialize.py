@@ -58,6 +58,14 @@ class Ones:
         values.fill_(1.0)
 
 
+@dataclass(frozen=True)
+class Zeros:
+    """A bias."""
+
+    def __call__(self, values: torch.Tensor, generator: torch.Generator) -> None:
+        values.zero_()
+
+
 @torch.no_grad()
 def init_parameters(
     model: nn.Module, seed: int, initializer_for: Callable[[str], Initializer]

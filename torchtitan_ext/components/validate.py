@@ -1,5 +1,6 @@
 """Validation on text, the same sequences every time."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,11 +10,12 @@ from torchtitan.components.validate import Validator
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
-from torchtitan_ext.data.text import build_text_validation_dataloader
+# Labels that come with the inputs, as they are not one a token.
+_LABELS = ("next_sentence_labels",)
 
 
 class TextValidator(Validator):
-    """torchtitan's validation loop over this project's data sets.
+    """torchtitan's validation loop over this project's data sets: the loss on tokens alone.
 
     The loop runs the model in evaluation mode, outside the trainer's step: what the forward
     counts is not added to the experts' load.
@@ -26,6 +28,7 @@ class TextValidator(Validator):
         dp_rank: int,
         tokenizer: BaseTokenizer,
         parallel_dims: ParallelDims,
+        build_dataloader: Callable[..., Any],
         **attributes: Any,
     ) -> None:
         # Not super().__init__: it would build torchtitan's data set.
@@ -34,7 +37,7 @@ class TextValidator(Validator):
         self.parallel_dims = parallel_dims
         self.__dict__.update(attributes)
         # Every iteration over it starts at the beginning, so one serves all validations.
-        self.validation_dataloader = build_text_validation_dataloader(
+        self.validation_dataloader = build_dataloader(
             job_config=job_config,
             dp_world_size=dp_world_size,
             dp_rank=dp_rank,
@@ -48,5 +51,5 @@ class TextValidator(Validator):
         labels: torch.Tensor,
         model_parts: list[nn.Module],
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
-        extra_inputs = {name: value for name, value in input_dict.items() if name != "input"}
-        return input_dict["input"], labels, extra_inputs, {}
+        inputs = {name: value for name, value in input_dict.items() if name not in _LABELS}
+        return inputs.pop("input"), labels, inputs, {}

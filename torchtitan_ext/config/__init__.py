@@ -3,6 +3,26 @@
 torchtitan finds our sections through this module (``job.custom_config_module``).
 """
 
-from .sections import CheckpointMode, JobConfig, LayerRule, LayerWrap, Metrics, match_layers
+from .sections import (
+    CheckpointMode,
+    Dropout,
+    JobConfig,
+    LayerRule,
+    LayerWrap,
+    Metrics,
+    Mlm,
+    Zero,
+    match_layers,
+)
 
-__all__ = ["CheckpointMode", "JobConfig", "LayerRule", "LayerWrap", "Metrics", "match_layers"]
+__all__ = [
+    "CheckpointMode",
+    "Dropout",
+    "JobConfig",
+    "LayerRule",
+    "LayerWrap",
+    "Metrics",
+    "Mlm",
+    "Zero",
+    "match_layers",
+]

@@ -128,6 +128,11 @@ RULES: dict[str, Rule] = {
     "validation.steps": _minus_one_or_at_least(1),
     "validation.dataloader.num_workers": _at_least(0),
     "validation.dataloader.prefetch_factor": _at_least(1),
+    "zero.stage": Rule(lambda value: value in (1, 2, 3), "1, 2 or 3"),
+    "mlm.mask_probability": Rule(lambda value: 0 < value < 1, "greater than 0 and below 1"),
+    "dropout.embedding": _DECAY,
+    "dropout.attention": _DECAY,
+    "dropout.residual": _DECAY,
     "debug.seed": Rule(
         lambda value: value is None or 0 <= value < 2**63, "at least 0 and below 2**63"
     ),
@@ -165,6 +170,13 @@ def check_combinations(config: Any) -> None:
             "eager",
             "must be inductor or aot_eager where layers are recomputed: this backend loses the "
             "random state of the forward, and gradients with dropout are wrong",
+        )
+    reshard = config.parallelism.fsdp_reshard_after_forward
+    if config.zero.stage != 3 and reshard != "default":
+        raise refusal(
+            "parallelism.fsdp_reshard_after_forward",
+            reshard,
+            f"must be left out with [zero] stage = {config.zero.stage}, which says the same",
         )
     loads_from_hf = checkpoint.enable and checkpoint.initial_load_in_hf
     if loads_from_hf and not checkpoint.initial_load_model_only:
@@ -216,6 +228,20 @@ def _check_expert_degree(parallelism: Any, sharded_ranks: int) -> None:
             degree,
             f"must divide the {sharded_ranks} ranks that share one replica: "
             f"{_listed(_divisors(sharded_ranks))}",
+        )
+
+
+def check_zero(stage: int, replicate_degree: int, shard_degree: int) -> None:
+    """Check that there are ranks to share what a ZeRO stage shares. One rank has a share of one.
+
+    Raises ConfigError.
+    """
+    if stage != 3 and replicate_degree > 1 and shard_degree == 1:
+        raise refusal(
+            "zero.stage",
+            stage,
+            "has no effect, as every rank holds a replica (data_parallel_replicate_degree = "
+            f"{replicate_degree}, and no shards)",
         )
 
 

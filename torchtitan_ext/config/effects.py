@@ -1,6 +1,7 @@
-"""Which keys a run reads: always, only behind a switch, or never (then only the default is legal).
+"""Which keys a run reads: always, only behind a switch, only with some models, or never (then only
+the default is legal).
 
-The three tables hold every key of the merged config, each once. With them an option that would be
+The four tables hold every key of the merged config, each once. With them an option that would be
 ignored is an error, in place of a run that silently isn't what its author thinks it is.
 """
 
@@ -132,6 +133,16 @@ _COMPILE = _flag("compile.enable")
 _COMPILES_LAYERS = Switch(
     keys=("compile.enable",), is_on=compiles_layers, off="while nothing is compiled"
 )
+_INDUCTOR = Switch(
+    keys=("compile.backend",),
+    is_on=lambda c: c.compile.backend == "inductor",
+    off='unless compile.backend is "inductor"',
+)
+_PACKS = Switch(
+    keys=("mlm.next_sentence",),
+    is_on=lambda c: not c.mlm.next_sentence,
+    off="while mlm.next_sentence is true: pairs are not packed",
+)
 _REAL_COMM = Switch(
     keys=("comm.mode",),
     is_on=lambda c: c.comm.mode == "default",
@@ -175,6 +186,7 @@ ALWAYS_READ: frozenset[str] = frozenset(
     + _keys("validation", "enable")
     + _keys("debug", "seed deterministic moe_force_load_balance")
     + _keys("layer_wrap", "rules")
+    + _keys("zero", "stage")
 )
 
 GOVERNED: dict[str, tuple[Switch, ...]] = {
@@ -242,6 +254,8 @@ GOVERNED: dict[str, tuple[Switch, ...]] = {
         ),
         ((_COMPILE,), _keys("compile", "components")),
         ((_COMPILES_LAYERS,), _keys("compile", "backend")),
+        ((_COMPILES_LAYERS, _INDUCTOR), _keys("layer_wrap", "match_eager_rng")),
+        ((_PACKS,), _keys("mlm", "packing")),
         (
             (_converter("quantize.linear.float8"),),
             _keys("quantize.linear.float8", "enable_fsdp_float8_all_gather recipe_name emulate")
@@ -281,6 +295,14 @@ GOVERNED: dict[str, tuple[Switch, ...]] = {
     )
     for key in keys
 }
+
+READ_BY_SOME_MODELS: frozenset[str] = frozenset(
+    _keys("mlm", "mask_probability whole_word next_sentence")
+    + _keys("dropout", "embedding attention residual")
+)
+"""Keys of the sections that an ExtTrainSpec has to name for its model to read them."""
+
+_SECTIONS_OF_MODELS = {key.split(".")[0] for key in READ_BY_SOME_MODELS}
 
 REFUSED: dict[str, str] = {
     "model.tokenizer_path": "deprecated; use model.hf_assets_path",
@@ -324,14 +346,30 @@ def check_effects(config: Any, settings: Settings) -> None:
             break
 
 
-def drop_unread(config: Any, values: dict[str, Any]) -> None:
-    """Take those keys out of nested ``values`` that a TOML file of the config must not set."""
+def check_model_sections(model_name: str, sections: frozenset[str], settings: Settings) -> None:
+    """Refuse a key that is set in a section which this model does not read.
+
+    Raises ConfigError.
+    """
+    for key, value in settings.values.items():
+        section = key.split(".")[0]
+        if section in _SECTIONS_OF_MODELS - sections:
+            raise refusal(key, value, f'has no effect: model "{model_name}" has no use for it')
+
+
+def drop_unread(config: Any, sections: frozenset[str], values: dict[str, Any]) -> None:
+    """Take those keys out of nested ``values`` that a TOML file of the config must not set.
+
+    ``sections`` are those that the model reads, of the sections that only some models do.
+    """
+    for section in _SECTIONS_OF_MODELS - sections:
+        values.pop(section, None)
     for key, switches in GOVERNED.items():
         off = (switch for switch in switches if not switch.is_on(config))
         if any(all(isinstance(get_value(config, k), str) for k in switch.keys) for switch in off):
-            *sections, name = key.split(".")
+            *path, name = key.split(".")
             table = values
-            for section in sections:
+            for section in path:
                 table = table.get(section, {})
             table.pop(name, None)
 

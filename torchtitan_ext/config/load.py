@@ -28,11 +28,18 @@ from torchtitan_ext.config.checks import (
     check_seed_checkpoint,
     check_tokenizer,
     check_values,
+    check_zero,
 )
-from torchtitan_ext.config.effects import check_effects, check_refused, drop_unread
+from torchtitan_ext.config.effects import (
+    check_effects,
+    check_model_sections,
+    check_refused,
+    drop_unread,
+)
 from torchtitan_ext.config.error import ConfigError, did_you_mean, refusal
 from torchtitan_ext.config.resume import check_resumable
 from torchtitan_ext.config.values import (
+    Settings,
     Source,
     build_config,
     check_settings,
@@ -72,13 +79,14 @@ def load_job_config(args: list[str], *, world_size: int, device_type: str) -> Jo
     source = read_source(args)
     config_module = _find_setting(source, "job.custom_config_module") or _DEFAULT_CONFIG_MODULE
     config_cls = _merge_sections(config_module)
-    config = _build(source, config_cls, config_module)
+    settings = check_settings(source, config_cls)
+    config = _build(settings, config_cls, config_module)
     parallel_dims = _check_layout(config, world_size)
     check_device(config, device_type)
     check_installed(config)
     check_folders(config)
     check_resumable(config)
-    _check_model(config, parallel_dims)
+    _check_model(config, settings, parallel_dims)
     _check_datasets(config)
     return config
 
@@ -91,7 +99,7 @@ def save_resolved_config(config: JobConfig, path: str | Path) -> None:
     """
     sections = _without_none(asdict(config))
     sections["job"].pop("config_file", None)
-    drop_unread(config, sections)
+    drop_unread(config, _model_sections(_find_train_spec(config)), sections)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(tomli_w.dumps(sections), encoding="utf-8")
 
@@ -141,8 +149,7 @@ def _import_setting(key: str, module_name: str) -> Any:
         raise refusal(key, module_name, "no such module") from None
 
 
-def _build(source: Source, config_cls: type, config_module: str) -> JobConfig:
-    settings = check_settings(source, config_cls)
+def _build(settings: Settings, config_cls: type, config_module: str) -> JobConfig:
     if "job.config_file" in settings.toml:
         value = settings.toml["job.config_file"]
         raise refusal("job.config_file", value, "has no effect in a TOML file: give it as a flag")
@@ -177,6 +184,7 @@ def _check_layout(config: JobConfig, world_size: int) -> ParallelDims:
     shard_degree = check_degrees(parallelism, world_size)
     replicate_degree = parallelism.data_parallel_replicate_degree
     check_batch(config.training, replicate_degree * shard_degree)
+    check_zero(config.zero.stage, replicate_degree, shard_degree)
     check_seed_checkpoint(config, world_size)
     return ParallelDims(
         dp_replicate=replicate_degree,
@@ -190,13 +198,10 @@ def _check_layout(config: JobConfig, world_size: int) -> ParallelDims:
     )
 
 
-def _check_model(config: JobConfig, parallel_dims: ParallelDims) -> None:
-    """Check what depends on the model, by its TrainSpec.
-
-    A spec may have a method ``check_config(job_config, parallel_dims)`` that raises ValueError with
-    a line as ConfigError has it.
-    """
+def _check_model(config: JobConfig, settings: Settings, parallel_dims: ParallelDims) -> None:
+    """Check what depends on the model, by its TrainSpec (see ExtTrainSpec)."""
     spec = _find_train_spec(config)
+    check_model_sections(config.model.name, _model_sections(spec), settings)
     if config.validation.enable and spec.build_validator_fn is None:
         raise refusal("validation.enable", True, f"{config.model.name} has no validator")
     if config.checkpoint.enable and spec.state_dict_adapter is None:
@@ -227,6 +232,10 @@ def _find_train_spec(config: JobConfig) -> "TrainSpec":
     if flavor not in spec.model_args:
         raise _unknown_choice("model.flavor", flavor, list(spec.model_args))
     return spec
+
+
+def _model_sections(spec: "TrainSpec") -> frozenset[str]:
+    return getattr(spec, "sections", frozenset())
 
 
 def _unknown_choice(key: str, value: str, choices: list[str]) -> ConfigError:

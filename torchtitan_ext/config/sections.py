@@ -42,7 +42,14 @@ class LayerWrap:
     save_ops: list[str] = field(default_factory=list)
     """
     Names of further ops whose outputs "op" checkpointing keeps, besides those it always keeps.
-    A name that matches no op is an error. No effect unless some layer uses "op" checkpointing.
+    A name that matches no op is an error, and so is one that draws random numbers. No effect unless
+    some layer uses "op" checkpointing.
+    """
+
+    match_eager_rng: bool = False
+    """
+    Compiled layers draw the dropout masks that eager ones would (slower), so that the two can be
+    compared step by step. For backend inductor, which otherwise has random numbers of its own.
     """
 
     rules: list[LayerRule] = field(default_factory=list)
@@ -60,6 +67,58 @@ class LayerWrap:
 
 
 @dataclass
+class Zero:
+    """What data parallel ranks share out (ZeRO, arXiv:1910.02054)."""
+
+    stage: int = 3
+    """
+    1: the optimizer's state, and gradients are reduced once a step. 2: gradients too, reduced in
+    every micro-batch. 3: parameters too, gathered anew for every use. In 1 and 2 parameters are
+    gathered once a step. No effect on ranks that hold replicas (data_parallel_replicate_degree).
+    """
+
+
+@dataclass
+class Mlm:
+    """Masked language modelling (BERT, arXiv:1810.04805). For models trained by it."""
+
+    mask_probability: float = 0.15
+    """
+    Share of a sequence's tokens to predict. Of these 80% are shown as [MASK], 10% as a random
+    token, 10% as they are; anew in every epoch.
+    """
+
+    whole_word: bool = False
+    """Mask all pieces of a word or none; needs a WordPiece tokenizer."""
+
+    next_sentence: bool = False
+    """
+    Train on pairs of segments, and also predict whether the second follows the first. Adds the
+    head for it to the model.
+    """
+
+    packing: bool = True
+    """
+    Cut sequences from the joined documents, all of full length. False: no sequence goes beyond its
+    document, short ones are padded. No effect with next_sentence, whose pairs are padded.
+    """
+
+
+@dataclass
+class Dropout:
+    """Probabilities of dropping a value in training. For models with dropout."""
+
+    embedding: float = 0.1
+    """After the sum of the embeddings."""
+
+    attention: float = 0.1
+    """On the attention weights."""
+
+    residual: float = 0.1
+    """On what attention and feed-forward add to the residual."""
+
+
+@dataclass
 class Metrics:
     """Additions to torchtitan's [metrics]."""
 
@@ -74,6 +133,9 @@ class Metrics:
 class JobConfig:
     layer_wrap: LayerWrap = field(default_factory=LayerWrap)
     metrics: Metrics = field(default_factory=Metrics)
+    zero: Zero = field(default_factory=Zero)
+    mlm: Mlm = field(default_factory=Mlm)
+    dropout: Dropout = field(default_factory=Dropout)
 
 
 def match_layers(pattern: str, layer_ids: Iterable[int], moe_layer_ids: set[int]) -> list[int]:

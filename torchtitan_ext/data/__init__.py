@@ -1,4 +1,6 @@
-"""Text for training: `corpora` says where documents come from, `text` packs them into sequences.
+"""Text for training: `corpora` says where documents come from, `dataset` deals sequences to ranks.
+
+`text` cuts documents into sequences for causal models, `masked_lm` for masked ones.
 
 Nothing is imported here, so that `corpora` stays importable without torch.
 """

@@ -7,8 +7,9 @@
 | `local`                   | .txt, JSON lines and .parquet files                | `dataset_path` |
 | `c4`, `c4_validation`     | the English part of C4, streamed from the hub      | network        |
 
-To add a data set, add an entry to `_OPENERS`. This module imports neither torch nor `datasets`
-until a corpus needs them: a configuration can be checked at once.
+To add a data set, add an entry to `_OPENERS`, or to `_HUB_OPENERS` if it is a stream. This module
+imports neither torch nor `datasets` until a corpus needs them: a configuration can be checked at
+once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import json
 import random
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -38,8 +39,12 @@ class Corpus(Protocol):
     """Documents in a fixed order, readable from any of them on."""
 
     @property
+    def is_split_over_ranks(self) -> bool:
+        """Whether each data-parallel rank reads other documents, or all of them read every one."""
+
+    @property
     def is_split_over_workers(self) -> bool:
-        """Whether each dataloader worker reads other documents, or all of them read every one."""
+        """The same of the dataloader workers of a rank."""
 
     def documents(self, start: Cursor = None) -> Iterator[tuple[Cursor, str]]:
         """Yield (cursor, text); `documents(cursor)` begins with that same document again."""
@@ -50,10 +55,16 @@ class IndexedCorpus:
     """Documents that `read()` gives in the same order every time; the cursor is their index."""
 
     read: Callable[[], Iterable[str]]
+    is_split_over_ranks = False
     is_split_over_workers = False
 
     def documents(self, start: Cursor = None) -> Iterator[tuple[Cursor, str]]:
         return itertools.islice(enumerate(self.read()), start or 0, None)
+
+    @functools.cached_property
+    def texts(self) -> Sequence[str]:
+        """All documents, in any order one likes. Keeps the whole corpus in memory."""
+        return list(self.read())
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,7 @@ class HubCorpus:
     """A stream of the `datasets` library; the cursor is the stream's own state."""
 
     stream: IterableDataset
+    is_split_over_ranks: bool = False
     is_split_over_workers = True  # the library hands each worker its own files
 
     def documents(self, start: Cursor = None) -> Iterator[tuple[Cursor, str]]:
@@ -76,7 +88,8 @@ class HubCorpus:
         """Return the share of the documents that data-parallel rank `dp_rank` reads."""
         from datasets.distributed import split_dataset_by_node
 
-        return HubCorpus(split_dataset_by_node(self.stream, dp_rank, dp_world_size))
+        share = split_dataset_by_node(self.stream, dp_rank, dp_world_size)
+        return HubCorpus(share, is_split_over_ranks=True)
 
 
 def check_dataset(section: str, name: str, path: str | None) -> None:
@@ -272,11 +285,15 @@ def _docstrings(
             yield from _docstrings(child)
 
 
-_OPENERS: dict[str, Callable[[], Corpus]] = {
+_HUB_OPENERS: dict[str, Callable[[], Corpus]] = {
     "c4": functools.partial(_open_c4, "train"),
     "c4_validation": functools.partial(_open_c4, "validation"),
+}
+_OPENERS: dict[str, Callable[[], Corpus]] = {
+    **_HUB_OPENERS,
     "cpython_docs": functools.partial(_open_cpython_docs, held_out=False),
     "cpython_docs_validation": functools.partial(_open_cpython_docs, held_out=True),
 }
 
 DATASET_NAMES = (*_OPENERS, "local")
+HUB_DATASET_NAMES = tuple(_HUB_OPENERS)  # streams: what comes later can't be read before

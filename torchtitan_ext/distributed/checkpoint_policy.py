@@ -18,6 +18,7 @@ _c10d = torch.ops._c10d_functional
 DEFAULT_SAVE_OPS = frozenset(
     {
         _aten.mm.default,
+        _aten.addmm.default,  # a linear layer with a bias
         _aten.bmm.default,  # attention, where it is written out
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,
@@ -34,6 +35,9 @@ DEFAULT_SAVE_OPS = frozenset(
 # an exchange of uneven splits ("expected all tensors_saved_with_vc_check to be Tensors"); remove
 # this when tests/distributed/test_recompute.py passes without it.
 _KEPT_FOR_THE_COMPILER = _aten._scaled_dot_product_flash_attention_for_cpu.default
+
+# Products with a weight, and which argument the weight is.
+_WEIGHT_ARGUMENT = {_aten.mm.default: 1, _aten.addmm.default: 2}
 
 _CHOICES = frozenset({_aten.topk.default})
 _INTEGER_EXCHANGES = frozenset({_c10d.all_to_all_single.default, _c10d.wait_tensor.default})
@@ -58,6 +62,28 @@ def is_routing_decision(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     )
 
 
+def draws_random_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator call moves the random state.
+
+    A policy that kept its result would skip it in the recomputation, and every later draw of the
+    block would get other numbers than in the forward. So none is ever kept; fused attention,
+    otherwise worth keeping, is recomputed where it draws dropout.
+    """
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    position = _dropout_argument(op)
+    if position is None:
+        return True
+    argument = op._schema.arguments[position]
+    value = args[position] if position < len(args) else kwargs.get(argument.name)
+    return (argument.default_value if value is None else value) > 0
+
+
+def _dropout_argument(op: Any) -> int | None:
+    names = [argument.name for argument in op._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else None
+
+
 class SaveOps:
     """Operators whose outputs a policy keeps, and whether each of the user's was ever called.
 
@@ -66,7 +92,8 @@ class SaveOps:
             "torchtitan_ext.grouped_mm"; without an overload all of them are meant.
 
     Raises:
-        ValueError: a name is no operator, or one that a policy never sees.
+        ValueError: a name is no operator, one that a policy never sees, or one that draws random
+            numbers.
     """
 
     def __init__(self, names: list[str]) -> None:
@@ -129,12 +156,14 @@ def _policy(
     num_mm: Counter[bool] = Counter()
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if draws_random_numbers(op, args, kwargs):
+            return CheckpointPolicy.PREFER_RECOMPUTE
         if is_routing_decision(op, args, kwargs) or op == _KEPT_FOR_THE_COMPILER:
             return CheckpointPolicy.MUST_SAVE
         if save_ops is None or not save_ops.keep(op):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if op == _aten.mm.default:
-            if tuple(args[1].shape) in recompute_shapes:
+        if op in _WEIGHT_ARGUMENT:
+            if tuple(args[_WEIGHT_ARGUMENT[op]].shape) in recompute_shapes:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             # Every second product is kept, as in torchtitan: half the memory for half the work.
             num_mm[context.is_recompute] += 1
@@ -161,7 +190,16 @@ def _find_overloads(name: str) -> list[Any]:
             f'[layer_wrap] save_ops = "{name}": is made of other operators before a policy sees '
             "it; name one of those"
         )
+    if any(_always_draws(op) for op in overloads):
+        raise ValueError(
+            f'[layer_wrap] save_ops = "{name}": draws random numbers; were they kept, what draws '
+            "after them would get others in the recomputation than in the forward"
+        )
     return overloads
+
+
+def _always_draws(op: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags and _dropout_argument(op) is None
 
 
 def _is_composite(op: Any) -> bool:

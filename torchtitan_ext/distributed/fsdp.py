@@ -47,7 +47,8 @@ def apply_data_parallel(
         cast_forward_inputs=False,
     )
     if parallel_dims.fsdp_enabled:
-        reshard = job_config.parallelism.fsdp_reshard_after_forward != "never"
+        keeps_parameters = job_config.parallelism.fsdp_reshard_after_forward == "never"
+        reshard = job_config.zero.stage == 3 and not keeps_parameters
         _fully_shard(model, parallel_dims, mp_policy, reshard_after_forward=reshard)
     else:
         _replicate(model, parallel_dims.get_mesh("dp_replicate"), mp_policy)
@@ -67,33 +68,40 @@ def _fully_shard(
 
     place = _shard_placement(model, dp_mesh, edp_mesh, parallel_dims.ep)
     shared = {"mesh": dp_mesh, "mp_policy": mp_policy, "shard_placement_fn": place}
-    embedding, blocks, head = _groups(model)
+    blocks, embedding, head = _groups(model)
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **shared)
-    fully_shard(embedding, reshard_after_forward=reshard_after_forward, **shared)
-    # The backward starts with the head: gathering it again right away would be for nothing.
-    fully_shard(head, reshard_after_forward=False, **shared)
-    fully_shard(model, reshard_after_forward=reshard_after_forward, **shared)
+    for module in embedding:
+        fully_shard(module, reshard_after_forward=reshard_after_forward, **shared)
+    # The backward starts with the head, and with what the model itself holds: gathering these again
+    # right away would be for nothing.
+    if head:
+        fully_shard(head, reshard_after_forward=False, **shared)
+    fully_shard(model, reshard_after_forward=False, **shared)
     experts = f", experts on {_describe(edp_mesh)}" if edp_mesh is not None else ""
     kind = "HSDP" if replicated else "FSDP"
     logger.info(f"Applied {kind} on {_describe(dp_mesh)}{experts} to {len(blocks)} blocks")
 
 
 def _replicate(model: nn.Module, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy) -> None:
-    embedding, blocks, head = _groups(model)
-    for block in blocks:
-        replicate(block, mesh=mesh, mp_policy=mp_policy)
-    replicate(embedding, mesh=mesh, mp_policy=mp_policy)
-    replicate(head, mesh=mesh, mp_policy=mp_policy)
+    blocks, embedding, head = _groups(model)
+    for module in [*blocks, *embedding, *head]:
+        replicate(module, mesh=mesh, mp_policy=mp_policy)
     replicate(model, mesh=mesh, mp_policy=mp_policy)
     logger.info(f"Applied DDP on {_describe(mesh)} to {len(blocks)} blocks")
 
 
-def _groups(model: nn.Module) -> tuple[nn.Module, list[nn.Module], list[nn.Module]]:
-    """What is gathered together: the embedding, each block, and the head."""
-    blocks = list(model.get_submodule("layers").children())
-    head = [model.get_submodule("norm"), model.get_submodule("output")]
-    return model.get_submodule("tok_embeddings"), blocks, head
+def _groups(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
+    """The blocks, gathered one by one, then the embedding and the head's modules.
+
+    A head that is tied to the embedding (there is no ``output``) shares a group with it and with
+    all other modules: the model's own, which is gathered for the whole forward.
+    """
+    children = dict(model.named_children())
+    blocks = list(children["layers"].children())
+    if "output" not in children:
+        return blocks, [], []
+    return blocks, [children["tok_embeddings"]], [children["norm"], children["output"]]
 
 
 def _shard_placement(

@@ -97,9 +97,18 @@ def apply_layer_wrap(model: nn.Module, job_config: JobConfig) -> None:
             layers.register_module(str(plan.layer_id), block)
         if plan.compile:
             # block.compile(), not torch.compile(block): parameter names stay as they are
-            block.compile(backend=job_config.compile.backend, fullgraph=True)
+            block.compile(
+                backend=job_config.compile.backend,
+                fullgraph=True,
+                options=_compile_options(job_config),
+            )
     _check_save_ops_after_first_forward(model, save_ops)
     logger.info(f"Applied checkpoint and compile to {len(plans)} layers:\n{_table(plans)}")
+
+
+def _compile_options(job_config: JobConfig) -> dict[str, Any] | None:
+    # With its own generator inductor fuses dropout; the fallback calls the one of eager.
+    return {"fallback_random": True} if job_config.layer_wrap.match_eager_rng else None
 
 
 def _checkpoint(
