@@ -18,6 +18,7 @@ IGNORED = -100
 """The label of a token that is not to be predicted; torch's cross entropy leaves it out."""
 
 _SHOWN_AS_MASK, _SHOWN_AS_RANDOM = 0.8, 0.1  # the others are shown as they are
+_NUM_FRAMING = 2  # at least [CLS] and [SEP] are in a sequence, and never masked
 _CONTINUES = "##"  # how WordPiece marks a token that goes on with a word
 
 
@@ -91,7 +92,7 @@ class Masking:
     @property
     def max_masked(self) -> int:
         """The most tokens that are masked in a sequence: the length of `masked_positions`."""
-        return max(1, round(self.seq_len * self.probability))
+        return max(1, round((self.seq_len - _NUM_FRAMING) * self.probability))
 
     def apply(self, tokens: list[int], number: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Mask a sequence of `seq_len` tokens that begins with [CLS].
