@@ -12,7 +12,8 @@ from torch import nn
 
 from torchtitan_ext.components import metrics
 from torchtitan_ext.components.load_balance import ExpertLoad
-from torchtitan_ext.components.metrics import ExtMetricsProcessor, json_line
+from torchtitan_ext.components.metrics import ExtMetricsProcessor
+from torchtitan_ext.metrics_file import json_line
 from torchtitan_ext.moe import MoE, MoEArgs
 
 KEYS = {"step", "loss", "grad_norm", "lr", "tokens_per_second", "tokens_seen", "step_seconds"}

@@ -1,7 +1,5 @@
 """Metrics: torchtitan's console line and TensorBoard, and one JSON object a step for programs."""
 
-import json
-import math
 import os
 import time
 from typing import Any
@@ -11,9 +9,9 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
-from .load_balance import ExpertLoad
+from torchtitan_ext.metrics_file import METRICS_FILE, json_line
 
-METRICS_FILE = "metrics.jsonl"
+from .load_balance import ExpertLoad
 
 
 class ExtMetricsProcessor(MetricsProcessor):
@@ -87,17 +85,6 @@ class ExtMetricsProcessor(MetricsProcessor):
     def _write(self, record: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json_line(record))
-
-
-def json_line(record: dict[str, Any]) -> str:
-    """One line of strict JSON: a number that isn't finite becomes null, and is said to be so."""
-    finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
-    if finite != record:
-        finite["nonfinite"] = True
-    return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def build_metrics_processor(

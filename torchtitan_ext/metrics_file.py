@@ -1,0 +1,36 @@
+"""The file in a dump folder that has one JSON object for each logged step."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """One line of strict JSON: a number that isn't finite becomes null, and is said to be so."""
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+    if finite != record:
+        finite["nonfinite"] = True
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def read_records(dump_folder: Path) -> Iterator[dict[str, Any]]:
+    """The records in the order they were written; none if the file is not there yet.
+
+    A line that was cut off, as the run was ended or is writing it now, is passed over.
+    """
+    path = dump_folder / METRICS_FILE
+    if not path.is_file():
+        return
+    with open(path) as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue

@@ -1,0 +1,1 @@
+"""Several training runs, set side by side."""

@@ -1,0 +1,92 @@
+"""Training runs by run_train.sh, several at a time, that go on where they were ended."""
+
+import os
+import subprocess
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_ext.metrics_file import read_records
+
+RUN_TRAIN = Path(__file__).resolve().parents[2] / "run_train.sh"
+_POLL_SECONDS = 1.0
+
+
+class RunFailedError(Exception):
+    """A run did not get to its last step. The message names it and its log."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of one rank."""
+
+    name: str
+    folder: Path
+    flags: tuple[str, ...]
+    num_steps: int
+
+    @property
+    def log(self) -> Path:
+        """What run_train.sh printed."""
+        return self.folder / "log.txt"
+
+    def last_step(self) -> int:
+        """The last step that was logged; 0 before the first."""
+        return max((record["step"] for record in read_records(self.folder)), default=0)
+
+    def is_done(self) -> bool:
+        return self.last_step() == self.num_steps
+
+    def start(self, num_threads: int) -> subprocess.Popen[bytes]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, "NGPU": "1", "OMP_NUM_THREADS": str(num_threads)}
+        # The configuration is among the flags, resolved already.
+        environment.pop("CONFIG_FILE", None)
+        flags = [*self.flags, f"--job.dump_folder={self.folder}"]
+        with open(self.log, "ab") as log:
+            return subprocess.Popen(
+                ["bash", str(RUN_TRAIN), *flags], env=environment, stdout=log, stderr=log
+            )
+
+
+def finish_runs(runs: Iterable[Run], jobs: int, on_poll: Callable[[list[Run]], None]) -> None:
+    """Runs what is not done yet, ``jobs`` at a time.
+
+    Args:
+        on_poll: called about once a second with the runs that are going.
+
+    Raises:
+        RunFailedError: a run ended before its last step; the others have been ended, too.
+    """
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    waiting = [run for run in runs if not run.is_done()]
+    going: dict[Run, subprocess.Popen[bytes]] = {}
+    with ExitStack() as on_exit:
+        on_exit.callback(lambda: _end(going.values()))
+        while waiting or going:
+            while waiting and len(going) < jobs:
+                run = waiting.pop(0)
+                going[run] = run.start(threads)
+            _wait_for_any(list(going.values()))
+            on_poll(list(going))
+            for run in [run for run, process in going.items() if process.poll() is not None]:
+                status = going.pop(run).returncode
+                if status != 0 or not run.is_done():
+                    raise RunFailedError(
+                        f"{run.name} ended with status {status} at step {run.last_step()} of "
+                        f"{run.num_steps}; see {run.log}"
+                    )
+    on_poll([])
+
+
+def _wait_for_any(processes: list[subprocess.Popen[bytes]]) -> None:
+    with suppress(subprocess.TimeoutExpired):
+        processes[0].wait(timeout=_POLL_SECONDS)
+
+
+def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.wait()
