@@ -19,10 +19,9 @@ each run. The last line printed is one JSON object; the status is 0 if the verdi
 
 import argparse
 import json
-import math
 import os
 import platform
-import statistics
+import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -34,8 +33,6 @@ from torchtitan_ext.command_line import OneLineParser, at_least_one
 from torchtitan_ext.config.error import ConfigError
 
 EAGER_SEEDS = 4
-# Student's t with 3 degrees of freedom, two-sided 99%: the mean and deviation are of 4 seeds.
-T_QUANTILE = 5.841
 FINAL_SHARE = 0.05
 LOGGED_STEPS = 4000
 
@@ -75,6 +72,8 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    # An exception, so that the runs are ended, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         _train(list(runs.values()), options.jobs)
     except RunFailedError as error:
@@ -85,8 +84,6 @@ def main() -> int:
         return 130
     summary = _summary(runs, options, flags)
     (options.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    for check in summary["checks"]:
-        print(_line(check), file=sys.stderr)
     print(json.dumps(summary), flush=True)
     return 0 if summary["verdict"] == "faithful" else 1
 
@@ -210,9 +207,10 @@ def _summary(runs: dict[str, Any], options: argparse.Namespace, flags: list[str]
     )
     final = {name: mean_of_last(curve, FINAL_SHARE) for name, curve in losses.items()}
     checks = _checks(final, seeds, options.tolerance)
+    print("\n".join(map(str, checks)), file=sys.stderr)
     return {
-        "verdict": "faithful" if all(check["passed"] for check in checks) else "not faithful",
-        "checks": checks,
+        "verdict": "faithful" if all(check.passed for check in checks) else "not faithful",
+        "checks": [{**check._asdict(), "passed": check.passed} for check in checks],
         "final_losses": final,
         "max_loss_difference": {
             mode: max(
@@ -233,26 +231,16 @@ def _summary(runs: dict[str, Any], options: argparse.Namespace, flags: list[str]
     }
 
 
-def _checks(final: dict[str, float], seeds: list[str], tolerance: float) -> list[dict[str, Any]]:
-    checks = []
-    for mode in ("compiled", "eager"):
-        difference = final[f"{mode}_full"] - final[mode]
-        checks.append(_check(f"checkpoint changes {mode} by", difference, tolerance))
+def _checks(final: dict[str, float], seeds: list[str], tolerance: float) -> list[Any]:
+    from torchtitan_ext.study.verdict import check_among, check_equal
+
+    checks = [
+        check_equal(f"checkpoint changes {mode} by", final[f"{mode}_full"], final[mode], tolerance)
+        for mode in ("compiled", "eager")
+    ]
     eager = [final[name] for name in seeds]
-    interval = T_QUANTILE * statistics.stdev(eager) * math.sqrt(1 + 1 / len(eager))
-    difference = final["compiled_full"] - statistics.mean(eager)
-    checks.append(_check("compiled with a checkpoint, from eager seeds", difference, interval))
-    return checks
-
-
-def _check(name: str, difference: float, limit: float) -> dict[str, Any]:
-    passed = abs(difference) <= limit  # not so if it is nan
-    return {"name": name, "difference": difference, "limit": limit, "passed": passed}
-
-
-def _line(check: dict[str, Any]) -> str:
-    verdict = "ok" if check["passed"] else "NOT OK"
-    return f"{check['name']}: {check['difference']:+.2e} (at most {check['limit']:.2e}) {verdict}"
+    name = "compiled with a checkpoint, from the mean of eager seeds"
+    return [*checks, check_among(name, final["compiled_full"], eager)]
 
 
 def _processor() -> str:

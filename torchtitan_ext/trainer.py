@@ -19,7 +19,7 @@ from .components.loss import next_sentence_loss
 from .components.metrics import ExtMetricsProcessor
 from .components.profiling import maybe_profile
 from .components.random_state import seed_step
-from .device import DEVICE_TYPE
+from .device import DEVICE_TYPE, keep_freed_memory
 from .distributed.zero import StateBytes, share_micro_batch
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -62,6 +62,7 @@ class ExtTrainer(Trainer):
         if DEVICE_TYPE == "cpu":
             # Only NCCL has a flight recorder: don't leave an empty folder for its traces.
             self.job_config.comm.trace_buf_size = 0
+            keep_freed_memory()
         return super().init_distributed()
 
     def forward_backward_step(

@@ -1,5 +1,6 @@
 """Training runs by run_train.sh, several at a time, that go on where they were ended."""
 
+import fcntl
 import os
 import subprocess
 from collections.abc import Callable, Iterable
@@ -45,6 +46,13 @@ class Run:
         environment.pop("CONFIG_FILE", None)
         flags = [*self.flags, f"--job.dump_folder={self.folder}"]
         with open(self.log, "ab") as log:
+            try:
+                # Held as long as a process of the run has its output open.
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunFailedError(
+                    f"{self.name} is still being trained, see {self.log}"
+                ) from None
             return subprocess.Popen(
                 ["bash", str(RUN_TRAIN), *flags], env=environment, stdout=log, stderr=log
             )
