@@ -47,6 +47,26 @@ def test_private_name_exists(module: str) -> None:
         assert hasattr(loaded, name), f"{module}.{name}"
 
 
+def test_fsdp_keeps_a_record_of_each_parameter() -> None:
+    """What ``StateBytes`` reads: which copies of a parameter and its gradient a rank holds."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    try:
+        module = fully_shard(torch.nn.Linear(2, 2), mesh=dist.init_device_mesh("cpu", (2,)))
+        module(torch.ones(1, 2))
+        (group,) = module._get_fsdp_state()._fsdp_param_groups
+        assert len(group.fsdp_params) == 2
+        for param in group.fsdp_params:
+            for name in ("sharded_param", "all_gather_outputs", "unsharded_accumulated_grad"):
+                assert hasattr(param, name), name
+            assert isinstance(param._unsharded_param, torch.Tensor)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_config_manager_merges_sections() -> None:
     """``_merge_configs`` adds our sections to torchtitan's configuration."""
     from torchtitan.config import ConfigManager, JobConfig
