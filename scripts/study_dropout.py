@@ -189,10 +189,10 @@ def _train(runs: list[Any], jobs: int) -> None:
 
 
 def _summary(runs: dict[str, Any], options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    from torchtitan_ext.study.curves import mean_of_last, read_curve
     from torchtitan_ext.study.figure import draw_pair
-    from torchtitan_ext.study.losses import mean_of_last, read_losses
 
-    losses = {name: read_losses(run.folder) for name, run in runs.items()}
+    losses = {name: read_curve(run.folder) for name, run in runs.items()}
     seeds = ["eager", *(name for name in runs if name.startswith("eager_seed"))]
     figure = options.output / "losses.png"
     draw_pair(
@@ -201,9 +201,9 @@ def _summary(runs: dict[str, Any], options: argparse.Namespace, flags: list[str]
             "compiled, no checkpoint": losses["compiled"],
             "compiled, full checkpoint": losses["compiled_full"],
         },
-        [losses[name] for name in seeds],
-        f"eager, {EAGER_SEEDS} seeds",
         window=max(1, len(losses["eager"]) // 50),
+        band=[losses[name] for name in seeds],
+        band_name=f"eager, {EAGER_SEEDS} seeds",
     )
     final = {name: mean_of_last(curve, FINAL_SHARE) for name, curve in losses.items()}
     checks = _checks(final, seeds, options.tolerance)

@@ -20,12 +20,12 @@ def json_line(record: dict[str, Any]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def read_records(dump_folder: Path) -> Iterator[dict[str, Any]]:
-    """The records in the order they were written; none if the file is not there yet.
+def read_records(run: Path) -> Iterator[dict[str, Any]]:
+    """The records of a dump folder or of such a file, as written; none if it is not there yet.
 
     A line that was cut off, as the run was ended or is writing it now, is passed over.
     """
-    path = dump_folder / METRICS_FILE
+    path = run / METRICS_FILE if run.is_dir() else run
     if not path.is_file():
         return
     with open(path) as file:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_ext.study.losses import read_losses
+from torchtitan_ext.study.curves import read_curve
 
 STEPS = 300
 COMMAND = [sys.executable, "scripts/study_dropout.py"]
@@ -33,7 +33,7 @@ def end_when_half_done(output: Path, run: str) -> int:
         stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 300
-    while max(read_losses(output / run), default=0) < STEPS // 2:
+    while max(read_curve(output / run), default=0) < STEPS // 2:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
@@ -48,7 +48,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def finished(output: Path) -> subprocess.CompletedProcess[str]:
     assert end_when_half_done(output, "compiled") == 128 + signal.SIGTERM
-    assert 0 < max(read_losses(output / "compiled")) < STEPS
+    assert 0 < max(read_curve(output / "compiled")) < STEPS
     return study(output, *SIZE)
 
 
@@ -70,7 +70,7 @@ def test_every_step_of_every_run_is_there(
     folders = sorted(path.parent for path in output.glob("*/metrics.jsonl"))
     assert len(folders) == 7
     for folder in folders:
-        assert list(read_losses(folder)) == list(range(1, STEPS + 1))
+        assert list(read_curve(folder)) == list(range(1, STEPS + 1))
     # It was ended on the way, and went on from a checkpoint.
     assert "Loading the checkpoint" in (output / "compiled" / "log.txt").read_text()
 
