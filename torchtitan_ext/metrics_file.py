@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
+_LONGEST_RECORD = 2**20  # with the counts of all experts
 
 
 def json_line(record: dict[str, Any]) -> str:
@@ -34,3 +35,14 @@ def read_records(run: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
             except json.JSONDecodeError:
                 continue
+
+
+def read_last_step(run: Path) -> int:
+    """The step of the last record; 0 before the first. Reads the file's end alone."""
+    path = run / METRICS_FILE if run.is_dir() else run
+    if not path.is_file():
+        return 0
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _LONGEST_RECORD))
+        lines = file.read().split(b"\n")[:-1]  # what follows the last one is being written
+    return json.loads(lines[-1])["step"] if lines else 0

@@ -62,6 +62,13 @@ def is_routing_decision(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     )
 
 
+def is_always_kept(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether every policy keeps the result of an operator call, "full" too."""
+    return not draws_random_numbers(op, args, kwargs) and (
+        is_routing_decision(op, args, kwargs) or op == _KEPT_FOR_THE_COMPILER
+    )
+
+
 def draws_random_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator call moves the random state.
 
@@ -98,7 +105,8 @@ class SaveOps:
 
     def __init__(self, names: list[str]) -> None:
         self._named = {name: frozenset(_find_overloads(name)) for name in names}
-        self._kept = DEFAULT_SAVE_OPS.union(*self._named.values())
+        self.kept = DEFAULT_SAVE_OPS.union(*self._named.values())
+        """Operators whose outputs are kept."""
         self._called: set[Any] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -106,7 +114,7 @@ class SaveOps:
 
     def keep(self, op: Any) -> bool:
         self._called.add(op)
-        return op in self._kept
+        return op in self.kept
 
     def check_called(self) -> None:
         """Raises ValueError for a name of the user's whose operator no layer has called."""
@@ -158,7 +166,7 @@ def _policy(
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if draws_random_numbers(op, args, kwargs):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if is_routing_decision(op, args, kwargs) or op == _KEPT_FOR_THE_COMPILER:
+        if is_always_kept(op, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         if save_ops is None or not save_ops.keep(op):
             return CheckpointPolicy.PREFER_RECOMPUTE

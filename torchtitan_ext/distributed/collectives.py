@@ -30,14 +30,15 @@ class CollectiveMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kind = _kind_of(func)
+        kind = kind_of_collective(func)
         if kind is not None:
             self.calls[kind] += 1
             self.bytes[kind] += max(map(_num_bytes, args[:2]))
         return func(*args, **(kwargs or {}))
 
 
-def _kind_of(func: Any) -> str | None:
+def kind_of_collective(func: Any) -> str | None:
+    """The kind of collective that an operator is; None if it is none, or waits for one."""
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
     name = func.__name__

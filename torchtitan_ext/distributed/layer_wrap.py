@@ -82,16 +82,21 @@ def _default_checkpoint(job_config: JobConfig, position: int) -> CheckpointMode:
     return "full" if (position + 1) % every == 0 else "none"
 
 
+def plans_of(model: nn.Module, job_config: JobConfig) -> list[LayerPlan]:
+    """How the blocks in ``model.layers`` are to be wrapped, or have been."""
+    blocks = {int(name): block for name, block in model.get_submodule("layers").named_children()}
+    moe_layer_ids = {i for i, block in blocks.items() if getattr(block, "moe_enabled", False)}
+    return resolve_layer_plans(job_config, list(blocks), moe_layer_ids)
+
+
 def apply_layer_wrap(model: nn.Module, job_config: JobConfig) -> None:
     """Wraps each block of ``model.layers`` as the configuration says, and logs the table."""
     layers = model.get_submodule("layers")
-    blocks = {int(name): block for name, block in layers.named_children()}
-    moe_layer_ids = {i for i, block in blocks.items() if getattr(block, "moe_enabled", False)}
-    plans = resolve_layer_plans(job_config, list(blocks), moe_layer_ids)
+    plans = plans_of(model, job_config)
     save_ops = SaveOps(job_config.layer_wrap.save_ops)
     tag_compile_caches()
     for plan in plans:
-        block = blocks[plan.layer_id]
+        block = layers.get_submodule(str(plan.layer_id))
         if plan.checkpoint != "none":
             block = _checkpoint(block, plan, job_config, save_ops)
             layers.register_module(str(plan.layer_id), block)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_ext.metrics_file import read_records
+from torchtitan_ext.metrics_file import read_last_step
 
 RUN_TRAIN = Path(__file__).resolve().parents[2] / "run_train.sh"
 _POLL_SECONDS = 1.0
@@ -34,7 +34,7 @@ class Run:
 
     def last_step(self) -> int:
         """The last step that was logged; 0 before the first."""
-        return max((record["step"] for record in read_records(self.folder)), default=0)
+        return read_last_step(self.folder)
 
     def is_done(self) -> bool:
         return self.last_step() == self.num_steps

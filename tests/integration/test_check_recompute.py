@@ -1,0 +1,57 @@
+"""scripts/check_recompute.py: what it prints, and its status."""
+
+import json
+import subprocess
+import sys
+
+COMMAND = [sys.executable, "scripts/check_recompute.py"]
+
+
+def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=600)
+
+
+def test_bert_compiled_with_full_checkpoint() -> None:
+    done = check(
+        "--job.config_file=train_configs/bert_tiny.toml",
+        "--training.seq_len=32",
+        "--training.local_batch_size=2",
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["faithful"] is True
+    assert summary["graphs"] > 0
+    *layers, other = summary["layers"]
+    assert [layer["name"] for layer in layers] == ["layers.0", "layers.1"]
+    for layer in layers:
+        assert layer["checkpoint"] == "full"
+        assert layer["compiled"] is layer["masks_equal"] is layer["routing_equal"] is True
+        assert layer["masks"] == 3
+        assert 0 <= layer["worst_gradient_error"] < 1e-4
+        assert layer["worst_parameter"].startswith(layer["name"])
+        assert layer["writes"] == []
+        assert set(layer["collectives"]) == {"forward", "recomputation", "backward"}
+    assert other["name"] == "other"
+    table = done.stderr[done.stderr.index("layer  ") :]
+    assert table.splitlines()[-1] == "faithful: every recomputation is its forward"
+    assert max(map(len, table.splitlines())) <= 100
+
+
+def test_bad_configuration_is_one_line_and_status_2() -> None:
+    done = check("--job.config_file=train_configs/bert_tiny.toml", "--training.seq_len=1000")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: [training] seq_len = 1000: must be at")
+
+
+def test_step_that_fails_is_a_fault_with_its_reason() -> None:
+    done = check(
+        "--job.config_file=train_configs/bert_tiny.toml",
+        "--compile.no-enable",
+        "--activation_checkpoint.mode=selective",
+        "--activation_checkpoint.selective_ac_option=op",
+        "--layer_wrap.save_ops=aten.silu",
+    )
+    assert done.returncode == 1
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["faithful"] is False
+    assert 'save_ops = "aten.silu": matches no operator' in summary["faults"][0]

@@ -1,0 +1,1 @@
+"""Proofs about a configuration: it is run, and what it did is compared."""
