@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from torchtitan_ext.config.error import ConfigError
+from torchtitan_ext.config.error import ConfigError, refusal
 from torchtitan_ext.config.values import read_source
 
 _WHOLE_NUMBERS = {"NGPU": 1, "NNODES": 1, "NODE_RANK": 0, "MAX_RESTARTS": 0}
@@ -55,7 +55,14 @@ def _load(args: list[str], world_size: int) -> None:
     from torchtitan_ext.config.load import load_job_config
     from torchtitan_ext.device import DEVICE_TYPE
 
-    load_job_config(args, world_size=world_size, device_type=DEVICE_TYPE)
+    config = load_job_config(args, world_size=world_size, device_type=DEVICE_TYPE)
+    if config.comm.mode == "fake_backend" and os.environ.get("COMM_MODE") != "fake_backend":
+        raise refusal(
+            "comm.mode",
+            "fake_backend",
+            "must be set by COMM_MODE=fake_backend before ./run_train.sh, which then starts one "
+            "process: several would each play rank 0",
+        )
 
 
 if __name__ == "__main__":

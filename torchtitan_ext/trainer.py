@@ -87,7 +87,9 @@ class ExtTrainer(Trainer):
         with self.train_context():
             with self.maybe_enable_amp:
                 output = model(inputs, **extra_inputs, **extra_kwargs)
-                loss = self.loss_fn(output, labels) / global_valid_tokens
+                # Not by zero, though a batch of padded text may have nothing to predict.
+                num_labels = torch.as_tensor(global_valid_tokens).clamp(min=1)
+                loss = self.loss_fn(output, labels) / num_labels
                 if next_sentence_labels is not None:
                     loss += (
                         next_sentence_loss(output, next_sentence_labels) / self.global_batch_size

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_ext import check_config
 from torchtitan_ext.config.error import ConfigError
 from torchtitan_ext.config.load import load_job_config
 
@@ -64,6 +65,42 @@ def test_text_that_cannot_be_trained_on_is_refused(
     refused = refusal_of(DEBUG, "--training.dataset=local", path)
     assert refused.startswith("[training] dataset")
     assert message in refused
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--lr_scheduler.total_steps=5", "--lr_scheduler.decay_ratio=0.5"],
+            "[lr_scheduler] total_steps = 5: must be at least [training] steps = 200",
+        ),
+        (
+            ["--checkpoint.enable", "--checkpoint.initial_load_path=tests/assets"],
+            '[checkpoint] initial_load_path = "tests/assets": holds no checkpoint',
+        ),
+        (
+            ["--checkpoint.enable", "--checkpoint.initial_load_in_hf"],
+            "[checkpoint] initial_load_in_hf = true: no .safetensors in",
+        ),
+    ],
+)
+def test_run_that_would_end_in_a_crash_is_refused(
+    tmp_path: Path, flags: list[str], message: str
+) -> None:
+    dump_folder = f"--job.dump_folder={tmp_path}"
+    assert refusal_of(DEBUG, dump_folder, *flags).startswith(message)
+
+
+def test_fake_ranks_are_started_by_their_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [DEBUG, "--comm.mode=fake_backend"]
+    monkeypatch.setenv("NGPU", "2")
+    monkeypatch.setenv("COMM_MODE", "fake_backend")
+    assert check_config.main(flags) == 0
+    monkeypatch.delenv("COMM_MODE")
+    assert check_config.main(flags) == 2
+    assert capsys.readouterr().err.startswith('error: [comm] mode = "fake_backend": must be set by')
 
 
 def test_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_documents_start_at_a_cursor(tmp_path: Path) -> None:
         (b'{"text": 3}', 'line 17 has a non-string "text" field'),
         (b'{"text": "x"', "line 17 is not valid JSON"),
         (b'{"text": "\xff"}', "line 17 is not valid JSON"),
+        (b'{"text": "half \\ud800 a pair"}', "line 17 has text that is not valid Unicode"),
     ],
 )
 def test_bad_json_line_is_named_by_number(tmp_path: Path, line: bytes, problem: str) -> None:

@@ -21,7 +21,7 @@ from torchtitan_ext.data.masked_lm import (
     build_masked_lm_validation_dataloader,
     check_masked_lm,
 )
-from torchtitan_ext.data.masking import Masking, MaskingVocabulary
+from torchtitan_ext.data.masking import IGNORED, Masking, MaskingVocabulary
 from torchtitan_ext.data.sentence_pairs import SentencePairs, _trim, split_sentences
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -622,9 +622,51 @@ def test_too_short_text_is_refused(
 ) -> None:
     job_config.training.dataset_path = write_texts(tmp_path, ["one two three", "", "four"])
     prefix, suffix = '[training] dataset = "local": ', "(seq_len = 16, data-parallel degree 3)"
-    expected = f"{prefix}6 tokens found, but one sequence on every rank takes 42 {suffix}"
+    expected = f"{prefix}6 maskable tokens found, but one sequence on every rank takes 42 {suffix}"
     assert_refused(expected, job_config, tokenizer, degree=3)
-    expected = f"{prefix}2 sequences found, but one sequence on every rank takes 3 {suffix}"
-    for name in ("padded", "pairs"):
+    for name, unit in (("padded", "maskable sequences"), ("pairs", "sequences")):
+        expected = f"{prefix}2 {unit} found, but one sequence on every rank takes 3 {suffix}"
         job_config.mlm = LAYOUTS[name]
         assert_refused(expected, job_config, tokenizer, degree=3)
+
+
+@pytest.mark.parametrize("name", ["packed", "padded"])
+@pytest.mark.parametrize("text", ["\u2603 " * 500, "[MASK] [SEP] [PAD] " * 200])
+def test_text_without_a_token_to_mask_is_refused(
+    job_config: JobConfig, tokenizer: HuggingFaceTokenizer, tmp_path: Path, name: str, text: str
+) -> None:
+    job_config.mlm = LAYOUTS[name]
+    job_config.training.dataset_path = write_texts(tmp_path, [text, text])
+    with pytest.raises(
+        ValueError, match=r"dataset = \"local\": \d+ maskable (tokens|sequences) found"
+    ):
+        check_masked_lm(1, tokenizer, job_config)
+
+
+@pytest.mark.parametrize("name", ["packed", "padded"])
+def test_sequences_without_a_token_to_mask_are_left_out(
+    job_config: JobConfig, tokenizer: HuggingFaceTokenizer, tmp_path: Path, name: str
+) -> None:
+    job_config.mlm = LAYOUTS[name]
+    snow = "\u2603 " * 60
+    texts = [text for word in ("one", "two", "three") for text in (f"{word} " * 14, snow)]
+    job_config.training.dataset_path = write_texts(tmp_path, texts)
+    for inputs, labels in training_batches(job_config, tokenizer, 12):
+        assert (labels != IGNORED).any(dim=1).all(), inputs
+
+
+@pytest.mark.parametrize("local_batch_size", [1, 500])
+def test_finite_validation_needs_one_batch(
+    job_config: JobConfig, tokenizer: HuggingFaceTokenizer, local_batch_size: int
+) -> None:
+    validation = job_config.validation
+    validation.enable, validation.steps = True, -1
+    validation.dataset, validation.dataset_path = "local", job_config.training.dataset_path
+    validation.seq_len, validation.local_batch_size = 16, local_batch_size
+    if local_batch_size == 1:
+        check_masked_lm(1, tokenizer, job_config)
+        return
+    with pytest.raises(ValueError, match=r"\[validation\] .* one batch of 500 on every rank takes"):
+        check_masked_lm(1, tokenizer, job_config)
+    validation.steps = 2  # then it is repeated
+    check_masked_lm(1, tokenizer, job_config)

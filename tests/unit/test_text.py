@@ -281,6 +281,19 @@ def test_validation_can_be_infinite(job_config: JobConfig) -> None:
     assert len(take_batches(loader, 50)) == 50
 
 
+def test_place_in_other_data_is_not_gone_on_from(job_config: JobConfig) -> None:
+    loader = training_loader(job_config)
+    first = take_batches(loader, 3)
+    state = loader.state_dict()
+    again = training_loader(job_config)
+    again.load_state_dict(state)
+    assert take_batches(again, 1) != first[:1]
+    job_config.training.seq_len += 1
+    changed, fresh = training_loader(job_config), training_loader(job_config)
+    changed.load_state_dict(state)
+    assert take_batches(changed, 3) == take_batches(fresh, 3)
+
+
 def test_loader_errors_name_their_section(job_config: JobConfig) -> None:
     job_config.validation.seq_len = job_config.training.seq_len = 60
     key = re.escape('[training] dataset = "local": 56 tokens found')

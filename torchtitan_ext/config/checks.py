@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,6 +172,14 @@ def check_combinations(config: Any) -> None:
             "must be inductor or aot_eager where layers are recomputed: this backend loses the "
             "random state of the forward, and gradients with dropout are wrong",
         )
+    scheduler, steps = config.lr_scheduler, config.training.steps
+    decays = scheduler.decay_ratio is None or scheduler.decay_ratio > 0
+    if scheduler.total_steps is not None and scheduler.total_steps < steps and decays:
+        raise refusal(
+            "lr_scheduler.total_steps",
+            scheduler.total_steps,
+            f"must be at least [training] steps = {steps}: the decay has ended by then",
+        )
     reshard = config.parallelism.fsdp_reshard_after_forward
     if config.zero.stage != 3 and reshard != "default":
         raise refusal(
@@ -305,14 +314,29 @@ def check_folders(config: Any) -> None:
     Raises ConfigError.
     """
     dump_folder = Path(config.job.dump_folder)
-    if any(p.exists() and not p.is_dir() for p in (dump_folder, *dump_folder.parents)):
+    there = next(p for p in (dump_folder, *dump_folder.absolute().parents) if p.exists())
+    if not there.is_dir():
         raise refusal("job.dump_folder", config.job.dump_folder, "is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise refusal("job.dump_folder", config.job.dump_folder, f"{there} can't be written to")
     checkpoint = config.checkpoint
     # The run's own checkpoints come first, so an initial one may be gone when a run is resumed.
     initial_path = checkpoint.initial_load_path
     starts = checkpoint.enable and not (dump_folder / checkpoint.folder).exists()
-    if starts and initial_path and not Path(initial_path).is_dir():
+    if not starts:
+        return
+    if initial_path and not Path(initial_path).is_dir():
         raise refusal("checkpoint.initial_load_path", initial_path, "no such folder")
+    if checkpoint.initial_load_in_hf:
+        folder = Path(initial_path or config.model.hf_assets_path)
+        if not any(folder.glob("*.safetensors")):
+            raise refusal("checkpoint.initial_load_in_hf", True, f"no .safetensors in {folder}")
+    elif initial_path and not (Path(initial_path) / ".metadata").is_file():
+        raise refusal(
+            "checkpoint.initial_load_path",
+            initial_path,
+            "holds no checkpoint: a complete one has a file .metadata; name a folder step-N",
+        )
 
 
 def check_tokenizer(hf_assets_path: str) -> None:

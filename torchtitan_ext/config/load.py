@@ -85,7 +85,7 @@ def load_job_config(args: list[str], *, world_size: int, device_type: str) -> Jo
     check_device(config, device_type)
     check_installed(config)
     check_folders(config)
-    check_resumable(config)
+    check_resumable(config, parallel_dims.dp_replicate * parallel_dims.dp_shard)
     _check_model(config, settings, parallel_dims)
     _check_datasets(config)
     return config

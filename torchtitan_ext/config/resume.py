@@ -10,8 +10,10 @@ from torchtitan_ext.config.error import refusal
 _COMPLETE = (".metadata", "model.safetensors.index.json")
 
 
-def check_resumable(config: Any) -> None:
-    """Check that the checkpoint a run would resume from exists, and holds more than the model.
+def check_resumable(config: Any, num_data_ranks: int) -> None:
+    """Check that the checkpoint a run would resume from exists, and can serve it.
+
+    It has to hold more than the model, and a place in the data for each data parallel rank.
 
     Raises ConfigError.
     """
@@ -40,6 +42,16 @@ def check_resumable(config: Any) -> None:
             "can't go on from it; load an earlier step, or start a run in another dump folder "
             "with checkpoint.initial_load_path",
         )
+    loads_data = step > 0 and "dataloader" not in checkpoint.exclude_from_loading
+    places = _num_data_ranks(folder / f"step-{step}")
+    if loads_data and places not in (0, num_data_ranks):
+        raise refusal(
+            "checkpoint.load_step",
+            checkpoint.load_step,
+            f"{folder}/step-{step} has a place in the data for each of {places} data parallel "
+            f"ranks, and this run has {num_data_ranks}; use as many, or start over with the data "
+            'by checkpoint.exclude_from_loading = ["dataloader"]',
+        )
 
 
 def complete_steps(folder: Path) -> list[int]:
@@ -54,9 +66,17 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def _holds_optimizer(checkpoint: Path) -> bool:
+    return any(key.startswith("optimizer.") for key in _keys(checkpoint))
+
+
+def _num_data_ranks(checkpoint: Path) -> int:
+    """Data parallel ranks whose place in the data is saved."""
+    return sum(key.startswith("dataloader.dp_rank_") for key in _keys(checkpoint))
+
+
+def _keys(checkpoint: Path) -> list[str]:
     if not (checkpoint / ".metadata").is_file():  # Hugging Face's format has weights only
-        return False
+        return []
     from torch.distributed.checkpoint import FileSystemReader
 
-    keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    return any(key.startswith("optimizer.") for key in keys)
+    return list(FileSystemReader(checkpoint).read_metadata().state_dict_metadata)

@@ -217,6 +217,10 @@ def _read_parquet(path: Path) -> Iterator[str]:
 
 def _require_text(value: object, place: str) -> str:
     if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:  # JSON can spell half of a surrogate pair; a tokenizer can't
+            raise ValueError(f"{place} has text that is not valid Unicode") from None
         return value
     problem = "no" if value is None else "a non-string"
     raise ValueError(f'{place} has {problem} "text" field')

@@ -4,6 +4,7 @@ A `Segmenter` cuts documents into sequences, `make_sample` turns one into tensor
 does the rest: order, shares, positions to resume from. `text` and `masked_lm` are built on it.
 """
 
+import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
@@ -12,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import IterableDataset, get_worker_info
 from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Training, Validation
 from torchtitan.tools.logging import logger
 
@@ -168,6 +170,9 @@ class TextDataset(IterableDataset[Sample], Stateful):
         self._dp_world_size = dp_world_size
         self._infinite = infinite
         self._round_size = 1 if corpus.is_split_over_ranks else dp_world_size
+        self._identity = (
+            f"{source}, {segmenter.units_per_sequence} {segmenter.unit} a sequence of {seq_len}"
+        )
         self._start = self._position = _Position()
 
     def __iter__(self) -> Iterator[Sample]:
@@ -177,10 +182,19 @@ class TextDataset(IterableDataset[Sample], Stateful):
         return self._samples(self._position)
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self._position)
+        return {**asdict(self._position), "data": self._identity}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._start = self._position = _Position(**state_dict)
+        position = dict(state_dict)
+        saved = position.pop("data", "not said")
+        if saved != self._identity:
+            # A place in other sequences would be one at random in these.
+            logger.warning(
+                f"The checkpoint's place is one in other data ({saved}): these ({self._identity}) "
+                "start at their beginning"
+            )
+            position = asdict(_Position())
+        self._start = self._position = _Position(**position)
 
     def _samples(self, start: _Position) -> Iterator[Sample]:
         """Yield this rank's sequence of every round that is this worker's turn."""
@@ -286,6 +300,17 @@ def build_loader(
         drop_last=True,
         **asdict(config.dataloader),
     )
+
+
+def is_infinite(section: str, job_config: JobConfig) -> bool:
+    """Whether the data of a section is repeated: all but that of a validation with steps = -1."""
+    return section == "training" or job_config.validation.steps != -1
+
+
+def read_first_batch(loader: ParallelAwareDataloader, config: Training | Validation) -> None:
+    """Reads what the first rank's first batch takes; raises ValueError if it isn't there."""
+    for _ in itertools.islice(iter(loader.dataset), config.local_batch_size):
+        pass
 
 
 def _worker_share() -> tuple[int, int]:

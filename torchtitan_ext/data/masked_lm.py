@@ -38,6 +38,8 @@ from torchtitan_ext.data.dataset import (
     Segments,
     TextDataset,
     build_loader,
+    is_infinite,
+    read_first_batch,
 )
 from torchtitan_ext.data.masking import Masking, MaskingVocabulary
 from torchtitan_ext.data.sentence_pairs import SentencePair, SentencePairs, no_other_document
@@ -69,6 +71,41 @@ class DocumentParts:
                 yield tokens[start:end], Place(cursor, end)
             offset = 0
         return []
+
+
+@dataclass(frozen=True)
+class MaskableSequences:
+    """Leaves out sequences of which no token can be masked: a batch of them would have no loss.
+
+    These are made of [UNK], such as text in a script that the tokenizer does not know.
+    """
+
+    segmenter: PackedStream | DocumentParts
+    vocabulary: MaskingVocabulary
+
+    @property
+    def unit(self) -> str:
+        return f"maskable {self.segmenter.unit}"
+
+    @property
+    def units_per_sequence(self) -> int:
+        return self.segmenter.units_per_sequence
+
+    def segments(
+        self,
+        documents: Iterable[tuple[Cursor, str]],
+        offset: int,
+        rest: list[int],
+        number: int,
+    ) -> Segments:
+        sequences = self.segmenter.segments(documents, offset, rest, number)
+        while True:
+            try:
+                tokens, place = next(sequences)
+            except StopIteration as end:
+                return end.value
+            if not self.vocabulary.is_special[tokens].all():
+                yield tokens, place
 
 
 def build_masked_lm_dataloader(
@@ -112,7 +149,8 @@ def check_masked_lm(dp_world_size: int, tokenizer: BaseTokenizer, job_config: Jo
     Raises:
         ValueError: the tokenizer lacks a special token, or pieces of words for whole_word; seq_len
             has no room for a token; next_sentence with a stream, or with a single document; local
-            text that can't be read, or holds less than one sequence for every rank.
+            text that can't be read, or holds less than one sequence for every rank (one batch, if
+            it is not repeated).
     """
     for section in ["training", *["validation"] * job_config.validation.enable]:
         config = _section(job_config, section)
@@ -121,8 +159,9 @@ def check_masked_lm(dp_world_size: int, tokenizer: BaseTokenizer, job_config: Jo
         if config.dataset == "local":
             if job_config.mlm.next_sentence:
                 _check_documents(section, config)
-            loader = _build(section, dp_world_size, 0, tokenizer, job_config, infinite=True)
-            next(iter(loader.dataset))
+            infinite = is_infinite(section, job_config)
+            loader = _build(section, dp_world_size, 0, tokenizer, job_config, infinite=infinite)
+            read_first_batch(loader, config)
 
 
 def _build(
@@ -196,12 +235,14 @@ def _check_documents(section: str, config: Training | Validation) -> None:
 
 def _packed(masking: Masking, corpus: Corpus, **kwargs: Any) -> TextDataset:
     stream = PackedStream(masking.vocabulary.encode_with_sep, window=masking.seq_len - 2)
-    return TextDataset(corpus, stream, functools.partial(_packed_sample, masking), **kwargs)
+    sequences = MaskableSequences(stream, masking.vocabulary)
+    return TextDataset(corpus, sequences, functools.partial(_packed_sample, masking), **kwargs)
 
 
 def _padded(masking: Masking, corpus: Corpus, **kwargs: Any) -> TextDataset:
     parts = DocumentParts(masking.vocabulary.encode, size=masking.seq_len - 2)
-    return TextDataset(corpus, parts, functools.partial(_padded_sample, masking), **kwargs)
+    sequences = MaskableSequences(parts, masking.vocabulary)
+    return TextDataset(corpus, sequences, functools.partial(_padded_sample, masking), **kwargs)
 
 
 def _pairs(masking: Masking, corpus: Corpus, *, source: str, **kwargs: Any) -> TextDataset:

@@ -13,7 +13,14 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 
 from torchtitan_ext.data.corpora import Corpus
-from torchtitan_ext.data.dataset import PackedStream, Sample, TextDataset, build_loader
+from torchtitan_ext.data.dataset import (
+    PackedStream,
+    Sample,
+    TextDataset,
+    build_loader,
+    is_infinite,
+    read_first_batch,
+)
 
 
 class PackedTextDataset(TextDataset):
@@ -99,5 +106,8 @@ def check_text(dp_world_size: int, tokenizer: BaseTokenizer, job_config: JobConf
         sections["validation"] = job_config.validation
     for section, config in sections.items():
         if config.dataset == "local":
-            loader = build_loader(make_dataset, section, config, dp_world_size, 0, infinite=True)
-            next(iter(loader.dataset))
+            infinite = is_infinite(section, job_config)
+            loader = build_loader(
+                make_dataset, section, config, dp_world_size, 0, infinite=infinite
+            )
+            read_first_batch(loader, config)
