@@ -25,3 +25,13 @@ def test_experts_learn_more_than_the_dense_twin(tmp_path: Path) -> None:
     assert best < math.log(VOCABULARY) - 2
     final = {name: statistics.mean(curve[-20:]) for name, curve in curves.items()}
     assert final["debug"] < final["debug_dense"]
+
+
+@pytest.mark.slow
+def test_bert_falls_below_five_in_3000_steps(tmp_path: Path) -> None:
+    """The shipped file as it is. A loss is of one batch, hence the means."""
+    done = run_train(tmp_path, CONFIG_FILE="train_configs/bert_tiny.toml", timeout=7200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    curve = [loss for loss, _ in losses(tmp_path).values()]  # every 10th step
+    assert curve[0] == pytest.approx(math.log(30522), abs=0.1)
+    assert statistics.mean(curve[-20:]) < 5.0

@@ -1,0 +1,200 @@
+"""The layout check finds wrong gradients and names their factor, and raises no false alarm."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import bert, tiny
+from tests.ranks import run_ranks
+from torchtitan_ext.config.load import load_job_config
+from torchtitan_ext.moe import experts
+from torchtitan_ext.verify.layouts import (
+    Layout,
+    LayoutVerdict,
+    all_layouts,
+    for_comparison,
+    judge,
+    parse_layouts,
+    rounding_bound,
+)
+from torchtitan_ext.verify.step import StepRecord, record_step
+
+BERT = [*bert.CONFIG, "--compile.no-enable", "--training.seq_len=32", "--zero.stage=3"]
+MOE = [f"--job.config_file={tiny.CONFIG}"]
+
+
+def record(flags: list[str], folder: str, plant: Callable[[], None] = lambda: None) -> StepRecord:
+    tiny.FLAVORS.add("tiny", tiny.tiny_args)
+    plant()
+    config = load_job_config(
+        [*flags, f"--job.dump_folder={folder}"],
+        world_size=dist.get_world_size(),
+        device_type="cpu",
+    )
+    return record_step(for_comparison(config))
+
+
+def record_on(num_ranks: int, flags: list[str], folder: Any, *plant: Any) -> StepRecord:
+    return run_ranks(record, num_ranks, flags, str(folder), *plant, timeout=300)[0]
+
+
+class Reference:
+    """One process's step of each model, and what is rounding."""
+
+    def __init__(self, folder: Any) -> None:
+        self.steps, self.bounds = {}, {}
+        for name, flags in (("bert", BERT), ("moe", MOE)):
+            first, reordered = (
+                record_on(1, [*flags, "--training.global_batch_size=8", f"{LOCAL}={size}"], folder)
+                for size in (2, 1)
+            )
+            self.steps[name], self.bounds[name] = first, rounding_bound(first, reordered)
+
+
+LOCAL = "--training.local_batch_size"
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(tmp_path_factory.mktemp("reference"))
+
+
+def check(
+    reference: Reference, folder: Any, model: str, name: str, num_ranks: int, *plant: Any
+) -> LayoutVerdict:
+    (layout,) = parse_layouts(name)
+    flags = [*{"bert": BERT, "moe": MOE}[model], f"{LOCAL}={8 // num_ranks}", *layout.flags]
+    step = record_on(num_ranks, flags, folder, *plant)
+    return judge(layout, step, reference.steps[model], reference.bounds[model], num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "num_ranks"),
+    [
+        ("bert", "fsdp", 2),
+        ("bert", "zero=1", 2),
+        ("bert", "dp_replicate=2", 2),
+        ("moe", "fsdp", 2),
+        ("moe", "ep=2", 2),
+        ("moe", "dp_replicate=2:ep=2", 4),
+        ("moe", "ep=4", 4),
+    ],
+)
+def test_layout_that_is_right_is_said_to_be(
+    reference: Reference, tmp_path: Any, model: str, layout: str, num_ranks: int
+) -> None:
+    found = check(reference, tmp_path, model, layout, num_ranks)
+    assert found.verdict in ("equal", "rounding"), found
+    assert found.error <= found.bound < 1e-3
+
+
+def test_same_step_is_equal(reference: Reference) -> None:
+    step = reference.steps["moe"]
+    assert judge(Layout("fsdp", {}), step, step, 1e-5, 2).verdict == "equal"
+
+
+def scale_experts() -> None:
+    """Experts' gradients are summed over ranks, and multiplied by their number, too."""
+    local = experts._local
+
+    def local_and_scaled(weight: torch.Tensor) -> torch.Tensor:
+        tensor = local(weight)
+        tensor.register_hook(lambda gradient: gradient * dist.get_world_size())
+        return tensor
+
+    experts._local = local_and_scaled
+
+
+def forget_one_rank() -> None:
+    """A parameter whose gradient only one rank contributes to."""
+    from models.bert.model import BertModel
+
+    forward = BertModel.forward
+
+    def forward_wrongly(self: Any, *args: Any, **kwargs: Any) -> Any:
+        weight = self.embedding_norm.weight
+        if dist.get_rank() > 0 and weight.requires_grad:
+            weight.register_hook(torch.zeros_like)
+        return forward(self, *args, **kwargs)
+
+    BertModel.forward = forward_wrongly  # type: ignore[method-assign]
+
+
+def test_experts_scaled_by_their_degree_are_named(reference: Reference, tmp_path: Any) -> None:
+    found = check(reference, tmp_path, "moe", "ep=2", 2, scale_experts)
+    assert found.verdict == "wrong"
+    assert ".experts." in found.worst_parameter
+    assert found.ratio == pytest.approx(2, rel=1e-4)
+    assert "is 2 times the right one: exactly 2 = expert_parallel_degree, and" in found.reason
+
+
+def test_gradient_that_misses_a_rank_is_found(reference: Reference, tmp_path: Any) -> None:
+    found = check(reference, tmp_path, "bert", "fsdp", 2, forget_one_rank)
+    assert found.verdict == "wrong"
+    assert found.worst_parameter == "embedding_norm.weight"
+    assert found.reason == "gradient of embedding_norm.weight is not a multiple of the right one"
+
+
+NORM = "norm.weight"
+
+
+def scaled(tensors: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
+    return {**tensors, NORM: tensors[NORM] * factor}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda step: {"grad_norm": step.grad_norm * 1.01}, "gradient norm is"),
+        (lambda step: {"loss": step.loss + 0.01}, "loss is"),
+        (lambda step: {"counts": [[0] * 8] * 2}, "tokens per expert are not"),
+        (
+            lambda step: {"weights": scaled(step.weights, 2)},
+            "norm.weight is not one process's after the step, though its gradient is",
+        ),
+        (
+            lambda step: {"gradients": scaled(step.gradients, math.nan)},
+            "gradient of norm.weight is not a multiple",
+        ),
+        (
+            lambda step: {"gradients": scaled(step.gradients, 0.25)},
+            "gradient of norm.weight is 0.25 times the right one: exactly 0.25 = 1 / the number",
+        ),
+        (
+            lambda step: {"gradients": {k: v for k, v in step.gradients.items() if k != NORM}},
+            "gradient of norm.weight is missing",
+        ),
+    ],
+)
+def test_each_difference_is_named(reference: Reference, change: Any, reason: str) -> None:
+    step = reference.steps["moe"]
+    changed = StepRecord(**{**vars(step), **change(step)})
+    found = judge(Layout("fsdp", {}), changed, step, 1e-5, 4)
+    assert found.verdict == "wrong"
+    assert found.reason.startswith(reason)
+
+
+def test_names_of_layouts() -> None:
+    first, second, third = parse_layouts("fsdp, dp_replicate=2:ep=4,zero=1")
+    assert (first.degrees, second.degrees) == ({}, {"dp_replicate": 2, "ep": 4})
+    assert second.flags == [
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--parallelism.expert_parallel_degree=4",
+        "--zero.stage=3",
+    ]
+    assert third.flags == ["--zero.stage=1"]
+    for wrong in ("ep", "ep=", "ep=x", "foo=2", "ep=2:"):
+        with pytest.raises(ValueError, match="must be fsdp, or degrees such as"):
+            parse_layouts(wrong)
+
+
+def test_all_layouts_fill_the_ranks() -> None:
+    names = [layout.name for layout in all_layouts(4)]
+    assert len(names) == len(set(names))
+    assert {"fsdp", "zero=1", "ep=2", "ep=4", "dp_replicate=2", "dp_replicate=4"} <= set(names)
+    assert "dp_replicate=2:ep=2" in names and "dp_replicate=4:ep=2" not in names
+    assert {"tp=2", "pp=4", "cp=2"} <= set(names)

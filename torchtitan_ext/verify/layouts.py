@@ -1,0 +1,227 @@
+"""Does a layout compute what one process computes? Parameter by parameter."""
+
+import copy
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .step import StepRecord
+
+# Names of degrees in a layout, and the keys they stand for.
+DEGREES = {
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "ep": "expert_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "cp": "context_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+}
+# How much further than the reordered sums of one process a layout's may lie from them.
+_MARGIN = 20
+_LEAST_BOUND = 1e-5
+_NEGLIGIBLE = 1e-6  # of the model's largest gradient: rounding of what is zero
+_SAME_RATIO = 1e-3
+_LEARNING_RATE = 0.1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees other than 1, by their short names, and a ZeRO stage, 3 if none is given."""
+
+    name: str
+    degrees: dict[str, int]
+    zero: int | None = None
+
+    @property
+    def flags(self) -> list[str]:
+        flags = [f"--parallelism.{DEGREES[name]}={n}" for name, n in self.degrees.items()]
+        return [*flags, f"--zero.stage={self.zero or 3}"]
+
+
+@dataclass
+class LayoutVerdict:
+    """A layout beside one process."""
+
+    layout: str
+    verdict: str
+    """"equal" in every bit, "rounding", or "wrong"."""
+    reason: str
+    worst_parameter: str
+    error: float
+    """Of its gradient, over the gradient's largest element."""
+    bound: float
+    """What counts as rounding."""
+    ratio: float | None
+    """By what its gradient is too large, if it is a multiple of the right one."""
+    loss: float
+    grad_norm: float
+
+
+def parse_layouts(text: str) -> list[Layout]:
+    """Reads "ep=2,dp_replicate=2:ep=2,zero=1"; "fsdp" is the one that only shards.
+
+    Raises:
+        ValueError: names what is no layout.
+    """
+    return [_parse_layout(part.strip()) for part in text.split(",") if part.strip()]
+
+
+def _parse_layout(text: str) -> Layout:
+    degrees: dict[str, int] = {}
+    zero = None
+    for part in [] if text == "fsdp" else text.split(":"):
+        name, _, number = part.partition("=")
+        if not number.isdecimal() or name not in (*DEGREES, "zero"):
+            raise ValueError(
+                f"{text}: must be fsdp, or degrees such as ep=2 or dp_replicate=2:ep=2; "
+                f"known are {', '.join(DEGREES)} and zero"
+            )
+        if name == "zero":
+            zero = int(number)
+        else:
+            degrees[name] = int(number)
+    return Layout(text, degrees, zero)
+
+
+def all_layouts(num_ranks: int) -> list[Layout]:
+    """Every way to fill the ranks, the ones that are not supported too, and ZeRO's stages."""
+    divisors = [d for d in range(2, num_ranks + 1) if num_ranks % d == 0]
+    layouts = [Layout("fsdp", {})]
+    layouts += [Layout(f"zero={stage}", {}, stage) for stage in (1, 2)]
+    for replicate, expert in itertools.product([1, *divisors], [1, *divisors]):
+        degrees = {"dp_replicate": replicate, "ep": expert}
+        degrees = {name: degree for name, degree in degrees.items() if degree > 1}
+        if degrees and (num_ranks // replicate) % expert == 0:
+            layouts.append(Layout(_name(degrees), degrees))
+    for name, degree in itertools.product(("tp", "cp", "pp"), divisors):
+        layouts.append(Layout(_name({name: degree}), {name: degree}))
+    return layouts
+
+
+def _name(degrees: dict[str, int]) -> str:
+    return ":".join(f"{name}={degree}" for name, degree in degrees.items())
+
+
+def for_comparison(config: Any) -> Any:
+    """The same configuration, with what would hide or blur a wrong gradient taken out.
+
+    float32, no clipping, plain SGD (Adam divides a wrong scale away), and no dropout: data ranks
+    draw masks of their own.
+    """
+    config = copy.deepcopy(config)
+    config.training.dtype = "float32"
+    config.training.mixed_precision_param = config.training.mixed_precision_reduce = "float32"
+    config.training.max_norm = float("inf")
+    config.optimizer.name, config.optimizer.lr = "SGD", _LEARNING_RATE
+    config.optimizer.weight_decay = 0.0
+    config.lr_scheduler.warmup_steps = 0
+    for site in ("embedding", "attention", "residual"):
+        setattr(config.dropout, site, 0.0)
+    config.checkpoint.enable = config.validation.enable = False
+    config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False
+    config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
+    return config
+
+
+def rounding_bound(reference: StepRecord, reordered: StepRecord) -> float:
+    """What the same sums in another order can differ by, over a gradient's largest element."""
+    errors = [
+        _error(reordered.gradients[name], gradient, _largest(reference) * _NEGLIGIBLE)
+        for name, gradient in reference.gradients.items()
+    ]
+    return max(_MARGIN * max(errors), _LEAST_BOUND)
+
+
+def judge(
+    layout: Layout, actual: StepRecord, reference: StepRecord, bound: float, num_ranks: int
+) -> LayoutVerdict:
+    """Compares gradients, new weights, loss, norm and expert counts with one process's."""
+    negligible = _largest(reference) * _NEGLIGIBLE
+    errors = {
+        name: _error(actual.gradients.get(name), gradient, negligible)
+        for name, gradient in reference.gradients.items()
+    }
+    # The first that is wrong, in the model's order; else the worst. (A NaN is not <= anything.)
+    wrong = [name for name, error in errors.items() if not error <= bound]
+    worst = wrong[0] if wrong else max(errors, key=lambda name: errors[name])
+    ratio = _ratio(actual.gradients.get(worst), reference.gradients[worst]) if wrong else None
+    if wrong:
+        others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        is_there = worst in actual.gradients
+        text = _named(ratio, layout, num_ranks) if is_there else " is missing"
+        reason = f"gradient of {worst}{text}{others}"
+    else:
+        reason = _other_fault(actual, reference, bound)
+    is_equal = not reason and all(
+        torch.equal(actual.gradients[name], gradient)
+        for name, gradient in reference.gradients.items()
+    )
+    return LayoutVerdict(
+        layout=layout.name,
+        verdict="wrong" if reason else "equal" if is_equal else "rounding",
+        reason=reason,
+        worst_parameter=worst,
+        error=errors[worst],
+        bound=bound,
+        ratio=ratio,
+        loss=actual.loss,
+        grad_norm=actual.grad_norm,
+    )
+
+
+def _other_fault(actual: StepRecord, reference: StepRecord, bound: float) -> str:
+    """What is wrong though the gradients are right; empty if nothing is."""
+    if actual.counts != reference.counts:
+        return "tokens per expert are not one process's"
+    if not _relative(actual.loss, reference.loss) <= bound:
+        return f"loss is {actual.loss:.6f}, one process's {reference.loss:.6f}"
+    # torch's norm of a large float32 tensor is itself off by 5e-5.
+    if not _relative(actual.grad_norm, reference.grad_norm) <= bound + 1e-4:
+        return f"gradient norm is {actual.grad_norm:.6f}, one process's {reference.grad_norm:.6f}"
+    return _wrong_weight(actual, reference, bound)
+
+
+def _wrong_weight(actual: StepRecord, reference: StepRecord, bound: float) -> str:
+    # A bias that began with 0 is as large as its step.
+    negligible = _LEARNING_RATE * _largest(reference) * _NEGLIGIBLE
+    for name, expected in reference.weights.items():
+        if not _error(actual.weights.get(name), expected, negligible) <= bound:
+            return f"{name} is not one process's after the step, though its gradient is"
+    return ""
+
+
+def _named(ratio: float | None, layout: Layout, num_ranks: int) -> str:
+    """Says a ratio, and which degree it is if it is one."""
+    if ratio is None:
+        return " is not a multiple of the right one"
+    degrees = {DEGREES[name]: degree for name, degree in layout.degrees.items()}
+    degrees["the number of ranks"] = num_ranks
+    for name, degree in degrees.items():
+        for value, text in ((degree, name), (1 / degree, f"1 / {name}")):
+            if abs(ratio / value - 1) <= _SAME_RATIO and degree > 1:
+                return f" is {value:g} times the right one: exactly {value:g} = {text}"
+    return f" is {ratio:.4g} times the right one"
+
+
+def _ratio(found: torch.Tensor | None, expected: torch.Tensor) -> float | None:
+    """The factor between two tensors, if one is a multiple of the other."""
+    if found is None:
+        return None
+    ratio = float((found.double() * expected).sum() / (expected.double() ** 2).sum())
+    return ratio if _error(found, expected * ratio, 1e-30) <= _SAME_RATIO else None
+
+
+def _largest(record: StepRecord) -> float:
+    return max(float(gradient.abs().max()) for gradient in record.gradients.values())
+
+
+def _relative(found: float, expected: float) -> float:
+    return abs(found - expected) / max(abs(expected), 1e-12)
+
+
+def _error(found: torch.Tensor | None, expected: torch.Tensor, least: float) -> float:
+    if found is None or found.shape != expected.shape:
+        return float("inf")
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(least))
