@@ -10,7 +10,7 @@ configuration compiles. For each layer it says
 * checkpoint: what is in force, found from the operators that were run again;
 * masks: whether the recomputation dropped what the forward dropped, draw by draw;
 * routing: whether it sent the tokens to the same experts;
-* collectives: calls of all ranks in the forward, the recomputation and the backward;
+* calls: collectives of all ranks in the forward, the recomputation and the backward;
 * kept: what the eager forward computed inside the layer and kept for the backward;
 * worst gradient error: over the largest element of a parameter's gradient, and the parameter.
 
@@ -168,11 +168,10 @@ def _record(options: argparse.Namespace, flags: list[str]) -> None:
 
 
 def _print_table(layers: list[Any]) -> None:
-    print(
-        "layer      checkpoint  compiled  masks      routing  collectives  kept       "
-        "worst gradient error",
-        file=sys.stderr,
+    header = (
+        "layer      checkpoint  compile  masks     routing  calls    kept MiB  worst gradient error"
     )
+    print(header, file=sys.stderr)
     for layer in layers:
         print(_line(layer), file=sys.stderr)
 
@@ -185,9 +184,9 @@ def _line(layer: Any) -> str:
     calls = "/".join(str(sum(calls.values())) for calls in layer.collectives.values())
     parameter = (layer.worst_parameter or "").removeprefix(f"{layer.name}.")
     return (
-        f"{layer.name:<9}  {layer.checkpoint:<10}  {'yes' if layer.compiled else 'no':<8}  "
-        f"{masks:<9}  {equal(layer.routing_equal):<7}  {calls or '-':<11}  "
-        f"{layer.saved_bytes / 2**20:>5.2f} MiB  {layer.worst_gradient_error:.1e} {parameter}"
+        f"{layer.name:<9}  {layer.checkpoint:<10}  {'yes' if layer.compiled else 'no':<7}  "
+        f"{masks:<8}  {equal(layer.routing_equal):<7}  {calls or '-':<7}  "
+        f"{layer.saved_bytes / 2**20:>8.2f}  {layer.worst_gradient_error:.1e} {parameter}"
     )
 
 
