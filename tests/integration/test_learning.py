@@ -34,4 +34,4 @@ def test_bert_falls_below_five_in_3000_steps(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     curve = [loss for loss, _ in losses(tmp_path).values()]  # every 10th step
     assert curve[0] == pytest.approx(math.log(30522), abs=0.1)
-    assert statistics.mean(curve[-20:]) < 5.0
+    assert statistics.mean(curve[-50:]) < 5.0
