@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.tiny import clean, full_tensors, tiny_args
 from torchtitan_ext.components import initialize
 from torchtitan_ext.components.initialize import Normal, Ones, TruncatedNormal, init_parameters
-from torchtitan_ext.config import LayerWrap
+from torchtitan_ext.config import LayerWrap, Zero
 from torchtitan_ext.distributed.parallelize import parallelize
 
 
@@ -194,6 +194,7 @@ def build_sharded(layout: str, checkpoint: str = "none") -> tuple[nn.Module, Par
     job_config = JobConfig()
     job_config.activation_checkpoint.mode = checkpoint
     job_config.layer_wrap = LayerWrap()  # type: ignore[attr-defined]
+    job_config.zero = Zero()  # type: ignore[attr-defined]
     parallelize(model, parallel_dims, job_config)
     model.to_empty(device="cpu")
     for parameter in model.parameters():
