@@ -22,9 +22,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan_ext.command_line import OneLineParser, at_least_one
+from torchtitan_ext.command_line import at_least_one, script_parser
 from torchtitan_ext.config.error import ConfigError
-from torchtitan_ext.launch import is_rank, run_on_ranks
+from torchtitan_ext.launch import is_rank, load_config, run_on_ranks
 
 Measurement = dict[str, float]
 
@@ -35,7 +35,7 @@ def main() -> int:
         if is_rank():
             runs = _measure_on_this_rank(options, flags)
         else:
-            _load_config(flags, options.ngpu)  # refused before any rank starts
+            load_config(flags, options.ngpu)  # refused before any rank starts
             runs = [_measure_on_new_ranks(options, flags) for _ in range(options.runs)]
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -46,28 +46,14 @@ def main() -> int:
 
 
 def _parse_args() -> tuple[argparse.Namespace, list[str]]:
-    parser = OneLineParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--ngpu", type=at_least_one, default=1, help="ranks to start (1)")
     parser.add_argument("--runs", type=at_least_one, default=1, help="fresh starts (1)")
     parser.add_argument("--steps", type=at_least_one, default=10, help="measured steps (10)")
     parser.add_argument(
         "--warmup", type=at_least_one, default=4, help="steps before, the first included (4)"
     )
-    parser.add_argument(
-        "--json", action="store_true", help="accepted; the last line is JSON anyway"
-    )
     return parser.parse_known_args()
-
-
-def _load_config(flags: list[str], world_size: int) -> Any:
-    from torchtitan_ext.config.load import load_job_config
-    from torchtitan_ext.device import DEVICE_TYPE
-
-    return load_job_config(flags, world_size=world_size, device_type=DEVICE_TYPE)
 
 
 def _measure_on_new_ranks(options: argparse.Namespace, flags: list[str]) -> Measurement:
@@ -81,9 +67,7 @@ def _measure_on_new_ranks(options: argparse.Namespace, flags: list[str]) -> Meas
 def _measure_on_this_rank(options: argparse.Namespace, flags: list[str]) -> list[Measurement]:
     """Trains on the ranks that exist; the first of them returns what was measured."""
     with tempfile.TemporaryDirectory() as folder:
-        config = _load_config(
-            [*flags, f"--job.dump_folder={folder}"], int(os.environ["WORLD_SIZE"])
-        )
+        config = load_config([*flags, f"--job.dump_folder={folder}"], int(os.environ["WORLD_SIZE"]))
         # Imported late: with a configuration that is refused, the wait would be for nothing.
         import torch.distributed as dist
 

@@ -31,9 +31,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan_ext.command_line import OneLineParser, at_least_one
+from torchtitan_ext.command_line import at_least_one, script_parser
 from torchtitan_ext.config.error import ConfigError
-from torchtitan_ext.launch import is_rank, run_on_ranks
+from torchtitan_ext.launch import is_rank, load_config, run_on_ranks
 
 
 def main() -> int:
@@ -54,31 +54,17 @@ def main() -> int:
 
 
 def _parse_args() -> tuple[argparse.Namespace, list[str]]:
-    parser = OneLineParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--ngpu", type=at_least_one, default=2, help="ranks of each layout (2)")
     parser.add_argument("--layouts", default="all", help="which ones (all)")
-    parser.add_argument(
-        "--json", action="store_true", help="accepted; the last line is JSON anyway"
-    )
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     return parser.parse_known_args()
-
-
-def _load_config(flags: list[str], world_size: int) -> Any:
-    from torchtitan_ext.config.load import load_job_config
-    from torchtitan_ext.device import DEVICE_TYPE
-
-    return load_job_config(flags, world_size=world_size, device_type=DEVICE_TYPE)
 
 
 def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     batch = _global_batch(flags, options.ngpu)
     # Imported late, and after a configuration was loaded: torch's order of imports matters.
-    from torchtitan_ext.verify.layouts import Layout, judge, rounding_bound
+    from torchtitan_ext.verify.layouts import judge, rounding_bound
 
     layouts, refused = _accepted_layouts(options, flags)
     one_process = [f"--training.global_batch_size={batch}", *_no_degrees(flags)]
@@ -91,7 +77,6 @@ def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     bound = rounding_bound(*steps)
     print(f"rounding is up to {bound:.1e}; one process: loss {reference.loss:.6f}", file=sys.stderr)
     rows = []
-    layout: Layout
     for layout in layouts:
         step = _record_on_new_ranks([*flags, *layout.flags], options.ngpu)
         rows.append(judge(layout, step, reference, bound, options.ngpu))
@@ -109,7 +94,7 @@ def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
 
 def _global_batch(flags: list[str], num_ranks: int) -> int:
     """Sequences of a step on that many ranks; raises ConfigError for bad flags."""
-    training = _load_config([*flags, *_no_degrees(flags)], 1).training
+    training = load_config([*flags, *_no_degrees(flags)], 1).training
     if training.global_batch_size > 0:
         return training.global_batch_size
     return training.local_batch_size * num_ranks
@@ -138,7 +123,7 @@ def _accepted_layouts(
     accepted, refused = [], {}
     for layout in asked:
         try:
-            _load_config([*flags, *_no_degrees(flags), *layout.flags], options.ngpu)
+            load_config([*flags, *_no_degrees(flags), *layout.flags], options.ngpu)
         except ConfigError as error:
             refused[layout.name] = str(error)
         else:
@@ -157,7 +142,7 @@ def _record(options: argparse.Namespace, flags: list[str]) -> None:
     """On a rank: takes the step; the first one leaves what it did in a file."""
     with tempfile.TemporaryDirectory() as folder:
         flags = [*flags, f"--job.dump_folder={folder}"]
-        config = _load_config(flags, int(os.environ["WORLD_SIZE"]))
+        config = load_config(flags, int(os.environ["WORLD_SIZE"]))
         # Imported late: with a configuration that is refused, the wait would be for nothing.
         import torch.distributed as dist
 

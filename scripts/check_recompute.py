@@ -32,9 +32,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan_ext.command_line import OneLineParser, at_least_one
+from torchtitan_ext.command_line import at_least_one, script_parser
 from torchtitan_ext.config.error import ConfigError
-from torchtitan_ext.launch import is_rank, run_on_ranks
+from torchtitan_ext.launch import is_rank, load_config, run_on_ranks
 
 EAGER, EAGER_PLAIN = "eager, checkpointed", "eager"
 COMPILED, COMPILED_PLAIN = "compiled, checkpointed", "compiled"
@@ -46,7 +46,7 @@ def main() -> int:
         if is_rank():
             _record(options, flags)
             return 0
-        config = _load_config(flags, options.ngpu)  # refused before any rank starts
+        config = load_config(flags, options.ngpu)  # refused before any rank starts
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -56,25 +56,11 @@ def main() -> int:
 
 
 def _parse_args() -> tuple[argparse.Namespace, list[str]]:
-    parser = OneLineParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--ngpu", type=at_least_one, default=1, help="ranks to start (1)")
-    parser.add_argument(
-        "--json", action="store_true", help="accepted; the last line is JSON anyway"
-    )
     parser.add_argument("--variant", help=argparse.SUPPRESS)
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     return parser.parse_known_args()
-
-
-def _load_config(flags: list[str], world_size: int) -> Any:
-    from torchtitan_ext.config.load import load_job_config
-    from torchtitan_ext.device import DEVICE_TYPE
-
-    return load_job_config(flags, world_size=world_size, device_type=DEVICE_TYPE)
 
 
 def _compiles(config: Any) -> bool:
@@ -138,7 +124,7 @@ def _record(options: argparse.Namespace, flags: list[str]) -> None:
     """On a rank: takes the step, and leaves what it did, or failed with, in a file."""
     with tempfile.TemporaryDirectory() as folder:
         flags = [*flags, f"--job.dump_folder={folder}"]
-        config = _load_config(flags, int(os.environ["WORLD_SIZE"]))
+        config = load_config(flags, int(os.environ["WORLD_SIZE"]))
 
         # Imported late: with a configuration that is refused, the wait would be for nothing.
         import torch.distributed as dist

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan_ext.command_line import OneLineParser, at_least_one
+from torchtitan_ext.command_line import at_least_one, script_parser
 
 
 def main() -> int:
@@ -53,11 +53,7 @@ def main() -> int:
 
 
 def _parse_args() -> argparse.Namespace:
-    parser = OneLineParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("a", type=Path, metavar="A", help="a run")
     parser.add_argument("b", type=Path, metavar="B", help="another run")
     parser.add_argument(
@@ -74,9 +70,6 @@ def _parse_args() -> argparse.Namespace:
         help="compare means of N logged steps (1)",
     )
     parser.add_argument("--png", type=Path, help="draw both curves and their difference")
-    parser.add_argument(
-        "--json", action="store_true", help="accepted; the last line is JSON anyway"
-    )
     return parser.parse_args()
 
 

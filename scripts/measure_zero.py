@@ -24,9 +24,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan_ext.command_line import OneLineParser, at_least_one
+from torchtitan_ext.command_line import at_least_one, script_parser
 from torchtitan_ext.config.error import ConfigError
-from torchtitan_ext.launch import is_rank, run_on_ranks
+from torchtitan_ext.launch import is_rank, load_config, run_on_ranks
 
 Measurement = dict[str, Any]
 STAGES = ("1", "2", "3", "ddp")
@@ -39,7 +39,7 @@ def main() -> int:
             print(json.dumps(_measure(options.stages[0], flags)), flush=True)
             return 0
         for stage in options.stages:  # refused before any rank starts
-            _load_config(_flags_of(stage, flags, options.ngpu), options.ngpu)
+            load_config(_flags_of(stage, flags, options.ngpu), options.ngpu)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -53,17 +53,10 @@ def main() -> int:
 
 
 def _parse_args() -> tuple[argparse.Namespace, list[str]]:
-    parser = OneLineParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--ngpu", type=at_least_one, default=2, help="ranks to start (2)")
     parser.add_argument(
         "--stages", nargs="+", choices=STAGES, default=STAGES, help="which to measure (all)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="accepted; the last line is JSON anyway"
     )
     return parser.parse_known_args()
 
@@ -73,13 +66,6 @@ def _flags_of(stage: str, flags: list[str], world_size: int) -> list[str]:
         return [*flags, f"--zero.stage={stage}"]
     replicas = f"--parallelism.data_parallel_replicate_degree={world_size}"
     return [*flags, "--zero.stage=3", replicas]
-
-
-def _load_config(flags: list[str], world_size: int) -> Any:
-    from torchtitan_ext.config.load import load_job_config
-    from torchtitan_ext.device import DEVICE_TYPE
-
-    return load_job_config(flags, world_size=world_size, device_type=DEVICE_TYPE)
 
 
 def _measure_on_new_ranks(stage: str, flags: list[str], num_ranks: int) -> Measurement:
@@ -92,7 +78,7 @@ def _measure(stage: str, flags: list[str]) -> Measurement:
     world_size = int(os.environ["WORLD_SIZE"])
     with tempfile.TemporaryDirectory() as folder:
         flags = [*_flags_of(stage, flags, world_size), f"--job.dump_folder={folder}"]
-        config = _load_config(flags, world_size)
+        config = load_config(flags, world_size)
         # Imported late: with a configuration that is refused, the wait would be for nothing.
         import torch.distributed as dist
 

@@ -10,8 +10,8 @@ with a full checkpoint (the last three with the first seed). All have dropout. T
 * the final loss of the compiled run with a checkpoint lies where a further eager seed would, with
   a chance of 99% (Student's t prediction interval of the eager seeds).
 
-"Final" is the mean over the last 5% of the steps. 40,000 steps of the default size take about an
-hour on 2 cores. Started again after an end of any kind, it goes on from the runs' checkpoints.
+"Final" is the mean over the last 5% of the steps. 40,000 steps of the default size take about
+75 minutes on 2 cores. Started again after an end of any kind, it goes on from the checkpoints.
 
 All other flags are the configuration's. Leaves losses.png and summary.json, and a dump folder for
 each run. The last line printed is one JSON object; the status is 0 if the verdict holds, else 1.
@@ -29,11 +29,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan_ext.command_line import OneLineParser, at_least_one
+from torchtitan_ext.command_line import at_least_one, script_parser
 from torchtitan_ext.config.error import ConfigError
 
 EAGER_SEEDS = 4
-FINAL_SHARE = 0.05
 LOGGED_STEPS = 4000
 
 EAGER, COMPILED = ["--compile.no-enable"], ["--compile.enable"]
@@ -89,11 +88,7 @@ def main() -> int:
 
 
 def _parse_args() -> tuple[argparse.Namespace, list[str]]:
-    parser = OneLineParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = script_parser(__doc__)
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/dropout_study"), help="folder of the results"
     )
@@ -110,25 +105,19 @@ def _parse_args() -> tuple[argparse.Namespace, list[str]]:
         default=1e-3,
         help="between the final losses of a run with and without a checkpoint (1e-3)",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="accepted; the last line is JSON anyway"
-    )
     return parser.parse_known_args()
 
 
 def _plan(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """The runs by name, checked; raises ConfigError."""
-    from torchtitan_ext.config.load import load_job_config
-    from torchtitan_ext.device import DEVICE_TYPE
+    from torchtitan_ext.launch import load_config
     from torchtitan_ext.study.runs import Run
 
     for flag in flags:
         key = flag.removeprefix("--").split("=")[0]
         if key in SET_BY_THE_STUDY or key.split(".")[0] in SET_BY_THE_STUDY:
             raise ConfigError(f"{flag}: the study sets this for each of its runs; leave it out")
-    first_seed = load_job_config(
-        [*DEFAULTS, *flags], world_size=1, device_type=DEVICE_TYPE
-    ).debug.seed
+    first_seed = load_config([*DEFAULTS, *flags], world_size=1).debug.seed
     settings = [*DEFAULTS, *flags, *_schedule(options.steps)]
     variants = {name: (mode, first_seed) for name, mode in RUNS.items()}
     for seed in range(first_seed + 1, first_seed + EAGER_SEEDS):
@@ -136,7 +125,7 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     runs = {}
     for name, (mode, seed) in variants.items():
         run_flags = (*settings, *mode, f"--debug.seed={seed}")
-        load_job_config([*run_flags], world_size=1, device_type=DEVICE_TYPE)
+        load_config([*run_flags], world_size=1)
         runs[name] = Run(name, options.output.resolve() / name, run_flags, options.steps)
     return runs
 
@@ -189,6 +178,7 @@ def _train(runs: list[Any], jobs: int) -> None:
 
 
 def _summary(runs: dict[str, Any], options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    from torchtitan_ext.study.comparison import FINAL_SHARE, compare
     from torchtitan_ext.study.curves import mean_of_last, read_curve
     from torchtitan_ext.study.figure import draw_pair
 
@@ -213,9 +203,7 @@ def _summary(runs: dict[str, Any], options: argparse.Namespace, flags: list[str]
         "checks": [{**check._asdict(), "passed": check.passed} for check in checks],
         "final_losses": final,
         "max_loss_difference": {
-            mode: max(
-                abs(losses[f"{mode}_full"][step] - loss) for step, loss in losses[mode].items()
-            )
+            mode: compare(losses[mode], losses[f"{mode}_full"]).max_difference
             for mode in ("eager", "compiled")
         },
         "first_losses": {name: next(iter(curve.values())) for name, curve in losses.items()},

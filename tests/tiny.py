@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
-from torch.distributed.tensor import DTensor
 
 from models.deepseek_v3 import FLAVORS, DeepSeekV3ModelArgs
 from torchtitan_ext.components.initialize import CHECKPOINT_PREFIX
@@ -15,6 +14,7 @@ from torchtitan_ext.config.load import load_job_config
 from torchtitan_ext.moe import MoEArgs
 from torchtitan_ext.moe import moe_layers as find_moe_layers
 from torchtitan_ext.trainer import ExtTrainer
+from torchtitan_ext.verify.step import full_tensors as gather_tensors
 
 CONFIG = "tests/assets/deepseek_v3_tiny.toml"
 
@@ -138,11 +138,9 @@ def finish(trainer: ExtTrainer, run: Run) -> Run | None:
 
 def full_tensors(model: torch.nn.Module, *, gradients: bool = False) -> dict[str, torch.Tensor]:
     """Every parameter, or its gradient, gathered from all ranks."""
-    full = {}
-    for name, parameter in model.named_parameters():
-        value = parameter.grad if gradients else parameter.detach()
-        assert value is not None, f"{name} has no gradient"
-        full[clean(name)] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+    full = gather_tensors(model, gradients=gradients)
+    for name, _ in model.named_parameters():
+        assert clean(name) in full, f"{name} has no gradient"
     return full
 
 

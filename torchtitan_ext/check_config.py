@@ -52,10 +52,9 @@ def check_environment(environment: Mapping[str, str]) -> int:
 
 
 def _load(args: list[str], world_size: int) -> None:
-    from torchtitan_ext.config.load import load_job_config
-    from torchtitan_ext.device import DEVICE_TYPE
+    from torchtitan_ext.launch import load_config
 
-    config = load_job_config(args, world_size=world_size, device_type=DEVICE_TYPE)
+    config = load_config(args, world_size)
     if config.comm.mode == "fake_backend" and os.environ.get("COMM_MODE") != "fake_backend":
         raise refusal(
             "comm.mode",

@@ -11,6 +11,19 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}\n")
 
 
+def script_parser(description: str | None) -> OneLineParser:
+    """A parser for a script whose help is its docstring, and whose last line is JSON."""
+    parser = OneLineParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="accepted; the last line is JSON anyway"
+    )
+    return parser
+
+
 def at_least_one(text: str) -> int:
     """The type of an option that counts something."""
     if not text.isdecimal() or int(text) < 1:

@@ -3,8 +3,16 @@
 import os
 import subprocess
 import sys
+from typing import Any
 
 from .device import DEVICE_TYPE
+
+
+def load_config(flags: list[str], world_size: int) -> Any:
+    """The checked configuration of ``flags`` on this machine's device; raises ConfigError."""
+    from .config.load import load_job_config  # takes seconds
+
+    return load_job_config(flags, world_size=world_size, device_type=DEVICE_TYPE)
 
 
 def is_rank() -> bool:

@@ -26,7 +26,7 @@ def read_records(run: Path) -> Iterator[dict[str, Any]]:
 
     A line that was cut off, as the run was ended or is writing it now, is passed over.
     """
-    path = run / METRICS_FILE if run.is_dir() else run
+    path = _path_of(run)
     if not path.is_file():
         return
     with open(path) as file:
@@ -39,10 +39,14 @@ def read_records(run: Path) -> Iterator[dict[str, Any]]:
 
 def read_last_step(run: Path) -> int:
     """The step of the last record; 0 before the first. Reads the file's end alone."""
-    path = run / METRICS_FILE if run.is_dir() else run
+    path = _path_of(run)
     if not path.is_file():
         return 0
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - _LONGEST_RECORD))
         lines = file.read().split(b"\n")[:-1]  # what follows the last one is being written
     return json.loads(lines[-1])["step"] if lines else 0
+
+
+def _path_of(run: Path) -> Path:
+    return run / METRICS_FILE if run.is_dir() else run

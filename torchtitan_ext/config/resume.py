@@ -32,25 +32,30 @@ def check_resumable(config: Any, num_data_ranks: int) -> None:
     if not steps:
         return
     step = steps[-1] if checkpoint.load_step == -1 else checkpoint.load_step
-    # A checkpoint of step 0 is a seed for the model's weights, and loaded as that.
-    needs_optimizer = step > 0 and "optimizer" not in checkpoint.exclude_from_loading
-    if needs_optimizer and not _holds_optimizer(folder / f"step-{step}"):
+    if step > 0:  # one of step 0 is a seed for the model's weights, and loaded as that
+        _check_contents(checkpoint, folder / f"step-{step}", num_data_ranks)
+
+
+def _check_contents(settings: Any, checkpoint: Path, num_data_ranks: int) -> None:
+    """Check that a checkpoint holds what [checkpoint] loads from it."""
+    keys = _keys(checkpoint)
+    has_optimizer = any(key.startswith("optimizer.") for key in keys)
+    if "optimizer" not in settings.exclude_from_loading and not has_optimizer:
         raise refusal(
             "checkpoint.load_step",
-            checkpoint.load_step,
-            f"{folder}/step-{step} holds the model alone (last_save_model_only = true), so the run "
+            settings.load_step,
+            f"{checkpoint} holds the model alone (last_save_model_only = true), so the run "
             "can't go on from it; load an earlier step, or start a run in another dump folder "
             "with checkpoint.initial_load_path",
         )
-    loads_data = step > 0 and "dataloader" not in checkpoint.exclude_from_loading
-    places = _num_data_ranks(folder / f"step-{step}")
-    if loads_data and places not in (0, num_data_ranks):
+    places = sum(key.startswith("dataloader.dp_rank_") for key in keys)
+    if "dataloader" not in settings.exclude_from_loading and places not in (0, num_data_ranks):
         raise refusal(
             "checkpoint.load_step",
-            checkpoint.load_step,
-            f"{folder}/step-{step} has a place in the data for each of {places} data parallel "
-            f"ranks, and this run has {num_data_ranks}; use as many, or start over with the data "
-            'by checkpoint.exclude_from_loading = ["dataloader"]',
+            settings.load_step,
+            f"{checkpoint} has a place in the data for each of {places} data parallel ranks, and "
+            f"this run has {num_data_ranks}; use as many, or start over with the data by "
+            'checkpoint.exclude_from_loading = ["dataloader"]',
         )
 
 
@@ -63,15 +68,6 @@ def complete_steps(folder: Path) -> list[int]:
         if match and any((entry / name).is_file() for name in _COMPLETE):
             steps.append(int(match[1]))
     return sorted(steps)
-
-
-def _holds_optimizer(checkpoint: Path) -> bool:
-    return any(key.startswith("optimizer.") for key in _keys(checkpoint))
-
-
-def _num_data_ranks(checkpoint: Path) -> int:
-    """Data parallel ranks whose place in the data is saved."""
-    return sum(key.startswith("dataloader.dp_rank_") for key in _keys(checkpoint))
 
 
 def _keys(checkpoint: Path) -> list[str]:

@@ -1,13 +1,12 @@
 """Does a layout compute what one process computes? Parameter by parameter."""
 
-import copy
 import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .step import StepRecord
+from .step import NEGLIGIBLE, StepRecord, in_float32, largest_gradient, relative_error
 
 # Names of degrees in a layout, and the keys they stand for.
 DEGREES = {
@@ -21,7 +20,6 @@ DEGREES = {
 # How much further than the reordered sums of one process a layout's may lie from them.
 _MARGIN = 20
 _LEAST_BOUND = 1e-5
-_NEGLIGIBLE = 1e-6  # of the model's largest gradient: rounding of what is zero
 _SAME_RATIO = 1e-3
 _LEARNING_RATE = 0.1
 
@@ -110,25 +108,20 @@ def for_comparison(config: Any) -> Any:
     float32, no clipping, plain SGD (Adam divides a wrong scale away), and no dropout: data ranks
     draw masks of their own.
     """
-    config = copy.deepcopy(config)
-    config.training.dtype = "float32"
-    config.training.mixed_precision_param = config.training.mixed_precision_reduce = "float32"
-    config.training.max_norm = float("inf")
+    config = in_float32(config)
     config.optimizer.name, config.optimizer.lr = "SGD", _LEARNING_RATE
     config.optimizer.weight_decay = 0.0
     config.lr_scheduler.warmup_steps = 0
     for site in ("embedding", "attention", "residual"):
         setattr(config.dropout, site, 0.0)
-    config.checkpoint.enable = config.validation.enable = False
-    config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False
-    config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
     return config
 
 
 def rounding_bound(reference: StepRecord, reordered: StepRecord) -> float:
     """What the same sums in another order can differ by, over a gradient's largest element."""
+    least = largest_gradient(reference) * NEGLIGIBLE
     errors = [
-        _error(reordered.gradients[name], gradient, _largest(reference) * _NEGLIGIBLE)
+        relative_error(reordered.gradients[name], gradient, least)
         for name, gradient in reference.gradients.items()
     ]
     return max(_MARGIN * max(errors), _LEAST_BOUND)
@@ -138,9 +131,9 @@ def judge(
     layout: Layout, actual: StepRecord, reference: StepRecord, bound: float, num_ranks: int
 ) -> LayoutVerdict:
     """Compares gradients, new weights, loss, norm and expert counts with one process's."""
-    negligible = _largest(reference) * _NEGLIGIBLE
+    negligible = largest_gradient(reference) * NEGLIGIBLE
     errors = {
-        name: _error(actual.gradients.get(name), gradient, negligible)
+        name: relative_error(actual.gradients.get(name), gradient, negligible)
         for name, gradient in reference.gradients.items()
     }
     # The first that is wrong, in the model's order; else the worst. (A NaN is not <= anything.)
@@ -185,9 +178,9 @@ def _other_fault(actual: StepRecord, reference: StepRecord, bound: float) -> str
 
 def _wrong_weight(actual: StepRecord, reference: StepRecord, bound: float) -> str:
     # A bias that began with 0 is as large as its step.
-    negligible = _LEARNING_RATE * _largest(reference) * _NEGLIGIBLE
+    negligible = _LEARNING_RATE * largest_gradient(reference) * NEGLIGIBLE
     for name, expected in reference.weights.items():
-        if not _error(actual.weights.get(name), expected, negligible) <= bound:
+        if not relative_error(actual.weights.get(name), expected, negligible) <= bound:
             return f"{name} is not one process's after the step, though its gradient is"
     return ""
 
@@ -210,18 +203,8 @@ def _ratio(found: torch.Tensor | None, expected: torch.Tensor) -> float | None:
     if found is None:
         return None
     ratio = float((found.double() * expected).sum() / (expected.double() ** 2).sum())
-    return ratio if _error(found, expected * ratio, 1e-30) <= _SAME_RATIO else None
-
-
-def _largest(record: StepRecord) -> float:
-    return max(float(gradient.abs().max()) for gradient in record.gradients.values())
+    return ratio if relative_error(found, expected * ratio, 1e-30) <= _SAME_RATIO else None
 
 
 def _relative(found: float, expected: float) -> float:
     return abs(found - expected) / max(abs(expected), 1e-12)
-
-
-def _error(found: torch.Tensor | None, expected: torch.Tensor, least: float) -> float:
-    if found is None or found.shape != expected.shape:
-        return float("inf")
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(least))

@@ -6,16 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from .regions import BlockRecord, Visit
-from .step import StepRecord
+from .step import NEGLIGIBLE, StepRecord, in_float32, largest_gradient, relative_error
 
 # Of a parameter's largest gradient. Fused kernels round otherwise in a graph that recomputes; a
 # mask or a route that is not the forward's moves gradients by far more.
 TOLERANCE = 1e-3
-# Gradients this small beside the model's largest are rounding: attention's key bias has none.
-_NEGLIGIBLE = 1e-6
 
 
 @dataclass
@@ -66,20 +62,10 @@ def without_compile(config: Any) -> Any:
 
 
 def for_comparison(config: Any) -> Any:
-    """The same configuration in float32, where what is rounding and what is wrong lie far apart.
-
-    Clipping is off, as one wrong gradient would scale all others, and so is what a step does not
-    need.
-    """
-    config = copy.deepcopy(config)
-    config.training.dtype = "float32"
-    config.training.mixed_precision_param = config.training.mixed_precision_reduce = "float32"
-    config.training.max_norm = float("inf")
+    """The same configuration in float32, with all of a block recomputed."""
+    config = in_float32(config)
     # An early end would look like operators that are not recomputed.
     config.activation_checkpoint.early_stop = False
-    config.checkpoint.enable = config.validation.enable = False
-    config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False
-    config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
     return config
 
 
@@ -185,17 +171,10 @@ def _sum(counts: Iterable[Counter[str]]) -> dict[str, int]:
 def _compare_gradients(
     actual: StepRecord, reference: StepRecord, verdicts: list[LayerVerdict]
 ) -> None:
-    largest = max(float(gradient.abs().max()) for gradient in reference.gradients.values())
+    least = largest_gradient(reference) * NEGLIGIBLE
     for name, expected in reference.gradients.items():
-        found = actual.gradients.get(name)
-        error = _error(found, expected, largest * _NEGLIGIBLE)
+        error = relative_error(actual.gradients.get(name), expected, least)
         verdict = next((v for v in verdicts if name.startswith(v.name + ".")), verdicts[-1])
         # "not <=": a NaN is the worst
         if not error <= verdict.worst_gradient_error or verdict.worst_parameter is None:
             verdict.worst_gradient_error, verdict.worst_parameter = error, name
-
-
-def _error(found: torch.Tensor | None, expected: torch.Tensor, negligible: float) -> float:
-    if found is None:
-        return float("inf")
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(negligible))

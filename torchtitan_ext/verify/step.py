@@ -1,5 +1,6 @@
 """One training step of a configuration, as data that can be compared."""
 
+import copy
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,9 @@ from torchtitan_ext.distributed.layer_wrap import LayerPlan, plans_of
 from torchtitan_ext.trainer import ExtTrainer
 
 from .regions import BlockRecord, RegionRecorder
+
+NEGLIGIBLE = 1e-6
+"""Of the model's largest gradient: one this small is rounding; attention's key bias has none."""
 
 
 @dataclass
@@ -34,6 +38,37 @@ class StepRecord:
     """Of eager blocks alone."""
     num_graphs: int = 0
     graph_breaks: Counter[str] = field(default_factory=Counter)
+
+
+def in_float32(config: Any) -> Any:
+    """The same configuration, as a step that is compared wants it.
+
+    In float32 what is rounding and what is wrong lie far apart. Clipping is off, as one wrong
+    gradient would scale all others, and so is what a step does not need.
+    """
+    config = copy.deepcopy(config)
+    config.training.dtype = "float32"
+    config.training.mixed_precision_param = config.training.mixed_precision_reduce = "float32"
+    config.training.max_norm = float("inf")
+    config.checkpoint.enable = config.validation.enable = False
+    config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False
+    config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
+    return config
+
+
+def largest_gradient(record: StepRecord) -> float:
+    """The largest element of all gradients."""
+    return max(float(gradient.abs().max()) for gradient in record.gradients.values())
+
+
+def relative_error(found: torch.Tensor | None, expected: torch.Tensor, least: float) -> float:
+    """Largest difference over the largest expected element, or over ``least`` if that is more.
+
+    Infinite for a tensor that is missing or of another shape.
+    """
+    if found is None or found.shape != expected.shape:
+        return float("inf")
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(least))
 
 
 def record_step(config: Any, *, inside_blocks: bool = False) -> StepRecord:
