@@ -21,10 +21,7 @@ if no layout is wrong, else 1.
 import argparse
 import json
 import os
-import pickle
-import subprocess
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,22 +30,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from torchtitan_ext.command_line import at_least_one, script_parser
 from torchtitan_ext.config.error import ConfigError
-from torchtitan_ext.launch import is_rank, load_config, run_on_ranks
+from torchtitan_ext.launch import lead_torchrun, load_config
+from torchtitan_ext.verify.tasks import Task, record_on_this_rank, record_tasks
+
+SCRIPT = os.path.abspath(__file__)
 
 
 def main() -> int:
     options, flags = _parse_args()
+    if options.tasks is not None:
+        record_on_this_rank(options.tasks, _record)
+        return 0
     try:
-        if is_rank():
-            _record(options, flags)
+        if not lead_torchrun(options):
             return 0
         summary = _check(options, flags)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except subprocess.CalledProcessError as error:
-        print(f"error: a step failed with status {error.returncode}, see above", file=sys.stderr)
-        return 1
     print(json.dumps(summary), flush=True)
     return 1 if any(row["verdict"] == "wrong" for row in summary["layouts"]) else 0
 
@@ -57,30 +56,28 @@ def _parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = script_parser(__doc__)
     parser.add_argument("--ngpu", type=at_least_one, default=2, help="ranks of each layout (2)")
     parser.add_argument("--layouts", default="all", help="which ones (all)")
-    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--tasks", type=Path, help=argparse.SUPPRESS)
     return parser.parse_known_args()
 
 
 def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     batch = _global_batch(flags, options.ngpu)
     # Imported late, and after a configuration was loaded: torch's order of imports matters.
-    from torchtitan_ext.verify.layouts import judge, rounding_bound
+    from torchtitan_ext.verify.layouts import failed, judge, rounding_bound
 
     layouts, refused = _accepted_layouts(options, flags)
-    one_process = [f"--training.global_batch_size={batch}", *_no_degrees(flags)]
-    steps = [
-        _record_on_new_ranks([*flags, *one_process, f"--training.local_batch_size={local}"], 1)
-        # Micro-batches as large as a rank's, and one sequence at a time.
-        for local in (batch // options.ngpu, 1)
-    ]
-    reference = steps[0]
-    bound = rounding_bound(*steps)
-    print(f"rounding is up to {bound:.1e}; one process: loss {reference.loss:.6f}", file=sys.stderr)
+    reference, reordered = _one_process(flags, batch, batch // options.ngpu)
+    bound = rounding_bound(reference, reordered)
+    tasks = [Task(name, [*flags, *layout.flags]) for name, layout in layouts.items()]
     rows = []
-    for layout in layouts:
-        step = _record_on_new_ranks([*flags, *layout.flags], options.ngpu)
-        rows.append(judge(layout, step, reference, bound, options.ngpu))
-        print(_line(rows[-1]), file=sys.stderr)
+    for task, step in record_tasks(SCRIPT, tasks, options.ngpu):
+        if isinstance(step, str):
+            rows.append(failed(layouts[task.name], step, bound))
+        else:
+            rows.append(judge(layouts[task.name], step, reference, bound, options.ngpu))
+    print(f"rounding is up to {bound:.1e}; one process: loss {reference.loss:.6f}", file=sys.stderr)
+    for row in rows:
+        print(_line(row), file=sys.stderr)
     for name, reason in refused.items():
         print(f"{name:<22}  refused   {reason}", file=sys.stderr)
     return {
@@ -100,6 +97,21 @@ def _global_batch(flags: list[str], num_ranks: int) -> int:
     return training.local_batch_size * num_ranks
 
 
+def _one_process(flags: list[str], batch: int, local_batch_size: int) -> list[Any]:
+    """The step of one process, with micro-batches as large as a rank's, and one by one."""
+    flags = [*flags, *_no_degrees(flags), f"--training.global_batch_size={batch}"]
+    tasks = [
+        Task(f"one process, {size} at a time", [*flags, f"--training.local_batch_size={size}"])
+        for size in dict.fromkeys((local_batch_size, 1))
+    ]
+    steps = []
+    for task, step in record_tasks(SCRIPT, tasks, 1):
+        if isinstance(step, str):
+            raise ConfigError(f"the step fails with {task.name}: {step}")
+        steps.append(step)
+    return [steps[0], steps[-1]]
+
+
 def _no_degrees(flags: list[str]) -> list[str]:
     """Flags that take back the degrees of the TOML file: one process has none."""
     from torchtitan_ext.verify.layouts import DEGREES
@@ -109,7 +121,8 @@ def _no_degrees(flags: list[str]) -> list[str]:
 
 def _accepted_layouts(
     options: argparse.Namespace, flags: list[str]
-) -> tuple[list[Any], dict[str, str]]:
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Layouts by name, and why others are refused."""
     from torchtitan_ext.verify.layouts import all_layouts, parse_layouts
 
     try:
@@ -120,39 +133,22 @@ def _accepted_layouts(
         )
     except ValueError as error:
         raise ConfigError(f"--layouts {error}") from None
-    accepted, refused = [], {}
+    accepted, refused = {}, {}
     for layout in asked:
         try:
             load_config([*flags, *_no_degrees(flags), *layout.flags], options.ngpu)
         except ConfigError as error:
             refused[layout.name] = str(error)
         else:
-            accepted.append(layout)
+            accepted[layout.name] = layout
     return accepted, refused
 
 
-def _record_on_new_ranks(flags: list[str], num_ranks: int) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "step"
-        run_on_ranks(os.path.abspath(__file__), [*flags, f"--record={path}"], num_ranks)
-        return pickle.loads(path.read_bytes())
+def _record(task: Task, config: Any) -> Any:
+    from torchtitan_ext.verify.layouts import for_comparison
+    from torchtitan_ext.verify.step import record_step
 
-
-def _record(options: argparse.Namespace, flags: list[str]) -> None:
-    """On a rank: takes the step; the first one leaves what it did in a file."""
-    with tempfile.TemporaryDirectory() as folder:
-        flags = [*flags, f"--job.dump_folder={folder}"]
-        config = load_config(flags, int(os.environ["WORLD_SIZE"]))
-        # Imported late: with a configuration that is refused, the wait would be for nothing.
-        import torch.distributed as dist
-
-        from torchtitan_ext.verify.layouts import for_comparison
-        from torchtitan_ext.verify.step import record_step
-
-        step = record_step(for_comparison(config))
-        if os.environ["RANK"] == "0":
-            options.record.write_bytes(pickle.dumps(step))
-        dist.destroy_process_group()
+    return record_step(for_comparison(config))
 
 
 def _line(row: Any) -> str:

@@ -11,7 +11,8 @@ configuration compiles. For each layer it says
 * masks: whether the recomputation dropped what the forward dropped, draw by draw;
 * routing: whether it sent the tokens to the same experts;
 * calls: collectives of all ranks in the forward, the recomputation and the backward;
-* kept: what the eager forward computed inside the layer and kept for the backward;
+* compiled: the graphs made for it, or "shared" if it uses those of a layer before it;
+* kept: what its forward computed and kept for the backward;
 * worst gradient error: over the largest element of a parameter's gradient, and the parameter.
 
 Inside a compiled layer nothing can be seen: there a mask or a route counts as wrong if a gradient
@@ -22,10 +23,7 @@ is 0 if the recomputation is faithful, else 1.
 import argparse
 import json
 import os
-import pickle
-import subprocess
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,17 +32,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from torchtitan_ext.command_line import at_least_one, script_parser
 from torchtitan_ext.config.error import ConfigError
-from torchtitan_ext.launch import is_rank, load_config, run_on_ranks
+from torchtitan_ext.launch import lead_torchrun, load_config
+from torchtitan_ext.verify.tasks import Task, record_on_this_rank, record_tasks
 
+SCRIPT = os.path.abspath(__file__)
 EAGER, EAGER_PLAIN = "eager, checkpointed", "eager"
 COMPILED, COMPILED_PLAIN = "compiled, checkpointed", "compiled"
 
 
 def main() -> int:
     options, flags = _parse_args()
+    if options.tasks is not None:
+        record_on_this_rank(options.tasks, _record)
+        return 0
     try:
-        if is_rank():
-            _record(options, flags)
+        if not lead_torchrun(options):
             return 0
         config = load_config(flags, options.ngpu)  # refused before any rank starts
     except ConfigError as error:
@@ -58,8 +60,7 @@ def main() -> int:
 def _parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = script_parser(__doc__)
     parser.add_argument("--ngpu", type=at_least_one, default=1, help="ranks to start (1)")
-    parser.add_argument("--variant", help=argparse.SUPPRESS)
-    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--tasks", type=Path, help=argparse.SUPPRESS)
     return parser.parse_known_args()
 
 
@@ -71,14 +72,12 @@ def _compiles(config: Any) -> bool:
 def _check(options: argparse.Namespace, flags: list[str], *, compiles: bool) -> dict[str, Any]:
     variants = [EAGER, EAGER_PLAIN, *[COMPILED, COMPILED_PLAIN] * compiles]
     steps = {}
-    for number, variant in enumerate(variants, start=1):
-        print(f"[{number}/{len(variants)}] {variant} ...", file=sys.stderr)
-        step = _record_on_new_ranks(options, flags, variant)
+    for task, step in record_tasks(SCRIPT, [Task(name, flags) for name in variants], options.ngpu):
         if isinstance(step, str):
-            fault = f"the step fails, {variant}: {step}"
+            fault = f"the step fails, {task.name}: {step}"
             print(f"NOT faithful: {fault}", file=sys.stderr)
             return {"faithful": False, "faults": [fault], "layers": []}
-        steps[variant] = step
+        steps[task.name] = step
     # Imported late, and after a configuration was loaded: torch's order of imports matters.
     from torchtitan_ext.verify.recompute import judge
 
@@ -87,11 +86,7 @@ def _check(options: argparse.Namespace, flags: list[str], *, compiles: bool) -> 
         pairs.append((steps[COMPILED], steps[COMPILED_PLAIN]))
     layers = judge(steps[EAGER], pairs, compiled=steps.get(COMPILED))
     faults = [f"{layer.name}: {fault}" for layer in layers for fault in layer.faults]
-    if compiles:
-        faults += [f"graph break: {reason}" for reason in steps[COMPILED].graph_breaks]
     _print_table(layers)
-    graphs = steps[COMPILED].num_graphs if compiles else 0
-    print(f"{graphs} graphs compiled" if compiles else "nothing is compiled", file=sys.stderr)
     for fault in faults:
         print(f"NOT faithful: {fault}", file=sys.stderr)
     if not faults:
@@ -100,64 +95,28 @@ def _check(options: argparse.Namespace, flags: list[str], *, compiles: bool) -> 
         "faithful": not faults,
         "faults": faults,
         "layers": [asdict(layer) for layer in layers],
-        "graphs": graphs,
-        "graph_breaks": dict(steps[COMPILED].graph_breaks) if compiles else {},
+        "graphs": sum(layer.graphs for layer in layers),
+        "graph_breaks": sum(layer.graph_breaks for layer in layers),
         "ngpu": options.ngpu,
         "flags": flags,
     }
 
 
-def _record_on_new_ranks(options: argparse.Namespace, flags: list[str], variant: str) -> Any:
-    """The StepRecord, or what the step failed with."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "step"
-        args = [*flags, f"--variant={variant}", f"--record={path}"]
-        try:
-            run_on_ranks(os.path.abspath(__file__), args, options.ngpu)
-        except subprocess.CalledProcessError as error:
-            if not path.is_file():
-                return f"status {error.returncode}, see above"
-        return pickle.loads(path.read_bytes())
+def _record(task: Task, config: Any) -> Any:
+    from torchtitan_ext.verify.recompute import for_comparison, without_checkpoint, without_compile
+    from torchtitan_ext.verify.step import record_step
 
-
-def _record(options: argparse.Namespace, flags: list[str]) -> None:
-    """On a rank: takes the step, and leaves what it did, or failed with, in a file."""
-    with tempfile.TemporaryDirectory() as folder:
-        flags = [*flags, f"--job.dump_folder={folder}"]
-        config = load_config(flags, int(os.environ["WORLD_SIZE"]))
-
-        # Imported late: with a configuration that is refused, the wait would be for nothing.
-        import torch.distributed as dist
-
-        from torchtitan_ext.verify.recompute import (
-            for_comparison,
-            without_checkpoint,
-            without_compile,
-        )
-        from torchtitan_ext.verify.step import record_step
-
-        config = for_comparison(config)
-        if options.variant in (EAGER, EAGER_PLAIN):
-            config = without_compile(config)
-        if options.variant in (EAGER_PLAIN, COMPILED_PLAIN):
-            config = without_checkpoint(config)
-        result: Any = None
-        try:
-            result = record_step(config, inside_blocks=options.variant == EAGER)
-        except Exception as error:
-            result = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-            raise
-        finally:
-            if os.environ["RANK"] == "0" or isinstance(result, str):
-                options.record.write_bytes(pickle.dumps(result))
-        dist.destroy_process_group()
+    config = for_comparison(config)
+    if task.name in (EAGER, EAGER_PLAIN):
+        config = without_compile(config)
+    if task.name in (EAGER_PLAIN, COMPILED_PLAIN):
+        config = without_checkpoint(config)
+    return record_step(config, inside_blocks=task.name == EAGER)
 
 
 def _print_table(layers: list[Any]) -> None:
-    header = (
-        "layer      checkpoint  compile  masks     routing  calls    kept MiB  worst gradient error"
-    )
-    print(header, file=sys.stderr)
+    header = "layer      checkpoint  compiled  masks     routing  calls    kept MiB  "
+    print(f"{header}worst gradient error", file=sys.stderr)
     for layer in layers:
         print(_line(layer), file=sys.stderr)
 
@@ -166,11 +125,12 @@ def _line(layer: Any) -> str:
     def equal(value: bool) -> str:
         return "equal" if value else "DIFFER"
 
+    graphs = f"{layer.graphs} graph{'s' * (layer.graphs > 1)}" if layer.graphs else "shared"
     masks = f"{layer.masks} {equal(layer.masks_equal)}" if layer.masks else "none"
     calls = "/".join(str(sum(calls.values())) for calls in layer.collectives.values())
     parameter = (layer.worst_parameter or "").removeprefix(f"{layer.name}.")
     return (
-        f"{layer.name:<9}  {layer.checkpoint:<10}  {'yes' if layer.compiled else 'no':<7}  "
+        f"{layer.name:<9}  {layer.checkpoint:<10}  {graphs if layer.compiled else 'no':<8}  "
         f"{masks:<8}  {equal(layer.routing_equal):<7}  {calls or '-':<7}  "
         f"{layer.saved_bytes / 2**20:>8.2f}  {layer.worst_gradient_error:.1e} {parameter}"
     )

@@ -10,52 +10,50 @@ the last 5%. The verdict is of the losses: "equal" in every bit, "within" the to
 
 Of long runs that drift apart by rounding, compare a mean of several steps: --smooth.
 
+Instead of two folders, two settings:
+
+    python scripts/compare_runs.py --job.config_file=train_configs/bert_tiny.toml --ngpu 2 \\
+        --training.steps=50 --flags-a=--compile.no-enable --flags-b="--compile.enable"
+
+trains both, one after the other, every step logged, and compares them. What stands outside of
+--flags-a and --flags-b holds for both.
+
 The last line printed is one JSON object. The status is 0 unless the runs differ, then 1.
 """
 
 import argparse
 import json
 import math
+import shlex
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from torchtitan_ext.command_line import at_least_one, script_parser
+from torchtitan_ext.config.error import ConfigError
 
 
 def main() -> int:
-    options = _parse_args()
-    # Imported late: --help need not wait for numpy.
-    from torchtitan_ext.study.comparison import compare
-    from torchtitan_ext.study.curves import read_curve
-
-    runs = (options.a, options.b)
-    losses = [read_curve(run) for run in runs]
-    norms = [read_curve(run, "grad_norm") for run in runs]
-    for run, curve in zip(runs, losses, strict=True):
-        if not curve:
-            problem = "has no loss of any step" if run.exists() else "does not exist"
-            return _refuse(f"{run}: {problem}; needs a dump folder or its metrics.jsonl")
+    options, flags = _parse_args()
     try:
-        loss = compare(*losses, window=options.smooth)
-    except ValueError as error:
-        return _refuse(f"{runs[0]} and {runs[1]}: {error}")
-    norm = compare(*norms, window=options.smooth, relative=True) if all(norms) else None
-    if options.png:
-        _draw(options, losses, loss.steps)
-    summary = _summary(loss, norm, options)
-    _print_table(runs, losses, loss, norm)
-    print(f"{summary['verdict']}: {_reason(summary, options)}", file=sys.stderr)
-    print(json.dumps(summary, allow_nan=False), flush=True)
-    return 1 if summary["verdict"] == "differs" else 0
+        runs = _trained(options, flags) if options.a is None else (options.a, options.b)
+        return _compare(options, runs)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
-def _parse_args() -> argparse.Namespace:
+def _parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = script_parser(__doc__)
-    parser.add_argument("a", type=Path, metavar="A", help="a run")
-    parser.add_argument("b", type=Path, metavar="B", help="another run")
+    parser.add_argument("a", type=Path, nargs="?", metavar="A", help="a run")
+    parser.add_argument("b", type=Path, nargs="?", metavar="B", help="another run")
     parser.add_argument(
         "--tolerance",
         type=_at_least_zero,
@@ -70,7 +68,70 @@ def _parse_args() -> argparse.Namespace:
         help="compare means of N logged steps (1)",
     )
     parser.add_argument("--png", type=Path, help="draw both curves and their difference")
-    return parser.parse_args()
+    settings = parser.add_argument_group("to train both")
+    settings.add_argument("--flags-a", metavar="FLAGS", help="what A has of its own")
+    settings.add_argument("--flags-b", metavar="FLAGS", help="what B has of its own")
+    settings.add_argument("--ngpu", type=at_least_one, metavar="N", help="ranks of each (1)")
+    settings.add_argument(
+        "--output",
+        type=Path,
+        help="new folder for the two dump folders a and b (outputs/compare_runs/<time>)",
+    )
+    options, flags = parser.parse_known_args()
+    to_train = (options.flags_a, options.flags_b, options.ngpu, options.output)
+    if options.a is not None:
+        if options.b is None:
+            parser.error("the following arguments are required: B")
+        if flags or any(option is not None for option in to_train):
+            parser.error("A and B are there: flags, --ngpu and --output are for training them")
+    elif options.flags_a is None and options.flags_b is None:
+        parser.error("needs two runs, A and B, or two settings, --flags-a and --flags-b")
+    return options, flags
+
+
+def _trained(options: argparse.Namespace, flags: list[str]) -> tuple[Path, Path]:
+    """Trains both settings, and returns their dump folders."""
+    from torchtitan_ext.launch import load_config
+    from torchtitan_ext.study.runs import Run, finish_with_progress
+
+    output = options.output or Path(f"outputs/compare_runs/{time.strftime('%Y%m%d-%H%M%S')}")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output {output}: must be a new folder, or an empty one")
+    num_ranks = options.ngpu or 1
+    runs = []
+    for name, own in (("a", options.flags_a), ("b", options.flags_b)):
+        run_flags = (*flags, *shlex.split(own or ""), "--metrics.log_freq=1")
+        num_steps = load_config([*run_flags], num_ranks).training.steps
+        runs.append(Run(name, output.resolve() / name, run_flags, num_steps, num_ranks))
+    # An exception, so that the run is ended, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    finish_with_progress(runs, jobs=1)
+    return output / "a", output / "b"
+
+
+def _compare(options: argparse.Namespace, runs: tuple[Path, Path]) -> int:
+    # Imported late: --help need not wait for numpy.
+    from torchtitan_ext.study.comparison import compare
+    from torchtitan_ext.study.curves import read_curve
+
+    losses = [read_curve(run) for run in runs]
+    norms = [read_curve(run, "grad_norm") for run in runs]
+    for run, curve in zip(runs, losses, strict=True):
+        if not curve:
+            problem = "has no loss of any step" if run.exists() else "does not exist"
+            raise ConfigError(f"{run}: {problem}; needs a dump folder or its metrics.jsonl")
+    try:
+        loss = compare(*losses, window=options.smooth)
+    except ValueError as error:
+        raise ConfigError(f"{runs[0]} and {runs[1]}: {error}") from None
+    norm = compare(*norms, window=options.smooth, relative=True) if all(norms) else None
+    if options.png:
+        _draw(options, runs, losses, loss.steps)
+    summary = _summary(loss, norm, options)
+    _print_table(runs, losses, loss, norm)
+    print(f"{summary['verdict']}: {_reason(summary, options)}", file=sys.stderr)
+    print(json.dumps(summary, allow_nan=False), flush=True)
+    return 1 if summary["verdict"] == "differs" else 0
 
 
 def _at_least_zero(text: str) -> float:
@@ -83,17 +144,17 @@ def _at_least_zero(text: str) -> float:
     return value
 
 
-def _refuse(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return 2
-
-
-def _draw(options: argparse.Namespace, losses: list[dict[int, float]], steps: list[int]) -> None:
+def _draw(
+    options: argparse.Namespace,
+    runs: tuple[Path, Path],
+    losses: list[dict[int, float]],
+    steps: list[int],
+) -> None:
     from torchtitan_ext.study.figure import draw_pair
 
     options.png.parent.mkdir(parents=True, exist_ok=True)
     a, b = ({step: curve[step] for step in steps} for curve in losses)
-    draw_pair(options.png, {f"A: {options.a}": a, f"B: {options.b}": b}, window=options.smooth)
+    draw_pair(options.png, {f"A: {runs[0]}": a, f"B: {runs[1]}": b}, window=options.smooth)
 
 
 def _summary(loss: Any, norm: Any, options: argparse.Namespace) -> dict[str, Any]:

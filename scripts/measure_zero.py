@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from torchtitan_ext.command_line import at_least_one, script_parser
 from torchtitan_ext.config.error import ConfigError
-from torchtitan_ext.launch import is_rank, load_config, run_on_ranks
+from torchtitan_ext.launch import lead_torchrun, load_config, run_on_ranks
 
 Measurement = dict[str, Any]
 STAGES = ("1", "2", "3", "ddp")
@@ -35,8 +35,10 @@ STAGES = ("1", "2", "3", "ddp")
 def main() -> int:
     options, flags = _parse_args()
     try:
-        if is_rank():
+        if options.rank:
             print(json.dumps(_measure(options.stages[0], flags)), flush=True)
+            return 0
+        if not lead_torchrun(options):
             return 0
         for stage in options.stages:  # refused before any rank starts
             load_config(_flags_of(stage, flags, options.ngpu), options.ngpu)
@@ -58,6 +60,7 @@ def _parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--stages", nargs="+", choices=STAGES, default=STAGES, help="which to measure (all)"
     )
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_known_args()
 
 
@@ -69,7 +72,8 @@ def _flags_of(stage: str, flags: list[str], world_size: int) -> list[str]:
 
 
 def _measure_on_new_ranks(stage: str, flags: list[str], num_ranks: int) -> Measurement:
-    output = run_on_ranks(os.path.abspath(__file__), [*flags, "--stages", stage], num_ranks)
+    args = [*flags, "--rank", "--stages", stage]
+    output = run_on_ranks(os.path.abspath(__file__), args, num_ranks)
     return json.loads(output.splitlines()[-1])
 
 

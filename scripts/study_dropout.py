@@ -63,7 +63,7 @@ SET_BY_THE_STUDY = (
 def main() -> int:
     options, flags = _parse_args()
     # Imported late: --help need not wait for torch.
-    from torchtitan_ext.study.runs import RunFailedError
+    from torchtitan_ext.study.runs import RunFailedError, finish_with_progress
 
     try:
         runs = _plan(options, flags)
@@ -74,7 +74,7 @@ def main() -> int:
     # An exception, so that the runs are ended, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        _train(list(runs.values()), options.jobs)
+        finish_with_progress(list(runs.values()), options.jobs)
     except RunFailedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -160,21 +160,6 @@ def _keep_settings(options: argparse.Namespace, flags: list[str]) -> None:
         return
     options.output.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings) + "\n")
-
-
-def _train(runs: list[Any], jobs: int) -> None:
-    from tqdm import tqdm
-
-    from torchtitan_ext.study.runs import finish_runs
-
-    done = sum(run.last_step() for run in runs)
-    with tqdm(total=sum(run.num_steps for run in runs), initial=done, unit="step") as bar:
-
-        def show(going: list[Any]) -> None:
-            bar.set_postfix_str(", ".join(run.name for run in going), refresh=False)
-            bar.update(sum(run.last_step() for run in runs) - bar.n)
-
-        finish_runs(runs, jobs, show)
 
 
 def _summary(runs: dict[str, Any], options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:

@@ -1,11 +1,19 @@
 """Starts a script on several ranks of this machine, by torchrun."""
 
+import argparse
 import os
 import subprocess
 import sys
 from typing import Any
 
+from .config.error import ConfigError
 from .device import DEVICE_TYPE
+
+_OF_TORCHRUN = (
+    *("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
+"""How the names begin of the variables that it sets."""
 
 
 def load_config(flags: list[str], world_size: int) -> Any:
@@ -18,6 +26,29 @@ def load_config(flags: list[str], world_size: int) -> Any:
 def is_rank() -> bool:
     """Whether this process was started as a rank by torchrun."""
     return "RANK" in os.environ
+
+
+def lead_torchrun(options: argparse.Namespace) -> bool:
+    """For a script that starts ranks of its own: what to do if torchrun has started it.
+
+    The first rank then goes on alone, as if called with ``--ngpu`` by the number of ranks; the
+    others have nothing to do.
+
+    Returns:
+        Whether this process is to go on.
+
+    Raises:
+        ConfigError: the ranks are on several hosts.
+    """
+    if not is_rank():
+        return True
+    is_first, options.ngpu = os.environ["RANK"] == "0", int(os.environ["WORLD_SIZE"])
+    if int(os.environ["LOCAL_WORLD_SIZE"]) != options.ngpu:
+        raise ConfigError("torchrun: this command works on the ranks of one host")
+    for name in list(os.environ):
+        if name.startswith(_OF_TORCHRUN):
+            del os.environ[name]
+    return is_first
 
 
 def run_on_ranks(script: str, args: list[str], num_ranks: int) -> str:

@@ -1,7 +1,17 @@
 """Checks of a configuration that the models share; see ExtTrainSpec.check_config."""
 
+from dataclasses import asdict
+from pathlib import Path
+
 from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
 from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+
+from torchtitan_ext.components.routing import FOLDER, read_shape, recorded_steps, shape_of
+from torchtitan_ext.config.error import as_toml
+from torchtitan_ext.config.resume import resumes_after
+from torchtitan_ext.moe import MoEArgs
+from torchtitan_ext.moe.presets import check_preset
 
 
 def load_tokenizer(job_config: JobConfig, vocab_size: int) -> BaseTokenizer:
@@ -25,10 +35,56 @@ def load_tokenizer(job_config: JobConfig, vocab_size: int) -> BaseTokenizer:
 
 def check_keys_of_experts(job_config: JobConfig) -> None:
     """Raises ValueError for a key that has no effect on a model without experts."""
-    for key, value in (
-        ("[debug] moe_force_load_balance", job_config.debug.moe_force_load_balance),
-        ("[metrics] log_experts", job_config.metrics.log_experts),
+    routing = job_config.routing
+    for key, value, default in (
+        ("[debug] moe_force_load_balance", job_config.debug.moe_force_load_balance, False),
+        ("[metrics] log_experts", job_config.metrics.log_experts, False),
+        ("[routing] record", routing.record, False),
+        ("[routing] replay", routing.replay, None),
+        ("[routing] preset", routing.preset, "none"),
     ):
-        if value:
+        if value != default:
             flavor = job_config.model.flavor
-            raise ValueError(f'{key} = true: has no effect, as flavor "{flavor}" has no experts')
+            raise ValueError(
+                f'{key} = {as_toml(value)}: has no effect, as flavor "{flavor}" has no experts'
+            )
+
+
+def check_routing(
+    job_config: JobConfig, parallel_dims: ParallelDims, args: MoEArgs, moe_layers: int
+) -> None:
+    """Checks that expert ids which no router chose fit the model. Raises ValueError."""
+    preset = job_config.routing.preset
+    if preset != "none":
+        try:
+            check_preset(
+                preset, num_experts=args.num_experts, top_k=args.top_k, num_ranks=parallel_dims.ep
+            )
+        except ValueError as error:
+            raise ValueError(f'[routing] preset = "{preset}": {error}') from None
+    if job_config.routing.replay is not None:
+        try:
+            _check_record(job_config, parallel_dims, args, moe_layers)
+        except ValueError as error:
+            raise ValueError(f'[routing] replay = "{job_config.routing.replay}": {error}') from None
+
+
+def _check_record(
+    job_config: JobConfig, parallel_dims: ParallelDims, args: MoEArgs, moe_layers: int
+) -> None:
+    folder = Path(job_config.routing.replay) / FOLDER
+    recorded = asdict(read_shape(folder))
+    num_data_ranks = parallel_dims.dp_replicate * parallel_dims.dp_shard
+    for name, value in asdict(shape_of(job_config, num_data_ranks, args, moe_layers)).items():
+        if recorded[name] != value:
+            raise ValueError(
+                f"was recorded with {name} = {recorded[name]}, and this run has {value}"
+            )
+    steps = recorded_steps(folder)
+    first = resumes_after(job_config) + 1
+    missing = set(range(first, job_config.training.steps + 1)) - set(steps)
+    if missing:
+        raise ValueError(
+            f"step {min(missing)} was not recorded (steps {min(steps, default=0)} to "
+            f"{max(steps, default=0)} were)"
+        )

@@ -19,6 +19,7 @@ from .components.loss import next_sentence_loss
 from .components.metrics import ExtMetricsProcessor
 from .components.profiling import maybe_profile
 from .components.random_state import seed_step
+from .components.routing import Share, StepRouting
 from .device import DEVICE_TYPE, keep_freed_memory
 from .distributed.zero import StateBytes, share_micro_batch
 
@@ -45,6 +46,9 @@ class ExtTrainer(Trainer):
         batch_mesh = self.parallel_dims.get_optional_mesh("batch")
         self.data_rank = batch_mesh.get_local_rank() if batch_mesh is not None else 0
         self._num_data_ranks = batch_mesh.size() if batch_mesh is not None else 1
+        (model,) = self.model_parts
+        share = Share(self.data_rank, self._num_data_ranks, job_config.training.local_batch_size)
+        self.routing = StepRouting(job_config, model, share)
         self._zero_stage = job_config.zero.stage if self.parallel_dims.fsdp_enabled else 1
         self._micro_batch = 0
         self.state_bytes = StateBytes()
@@ -81,6 +85,7 @@ class ExtTrainer(Trainer):
         if self._micro_batch == 0:
             # Here and not earlier: the dataloader draws a random number when it starts.
             seed_step(self.seed, self.data_rank, self.step)
+        extra_kwargs |= self.routing.arguments(self.step, self._micro_batch, inputs)
         self._micro_batch += 1
         is_last = self._micro_batch == self.gradient_accumulation_steps
         share_micro_batch(model, self._zero_stage, is_last=is_last)
@@ -96,6 +101,7 @@ class ExtTrainer(Trainer):
                     )
             if output.tokens_per_expert is not None:
                 self.expert_load.add(output.tokens_per_expert)
+                self.routing.add(inputs, output.expert_ids)
             if self._measures_state:
                 self.state_bytes.after_forward(model)
             del output  # the logits are the step's largest tensor: free them before the backward
@@ -107,6 +113,7 @@ class ExtTrainer(Trainer):
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         # torchtitan calls this once, between loading a checkpoint and the first step.
         self.metrics_processor.start(self.step)
+        self.routing.start(self.step)
         if self._profiler is not None:
             self._profiler.step_num = self.step
         return super().batch_generator(data_iterable)
@@ -114,6 +121,7 @@ class ExtTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         self._micro_batch = 0
         super().train_step(data_iterator)
+        self.routing.finish_step(self.step)
         if self._measures_state:
             self._measures_state = False
             self.state_bytes.after_step(self.optimizers)

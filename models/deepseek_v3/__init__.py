@@ -40,5 +40,6 @@ def get_train_spec() -> ExtTrainSpec:
         build_metrics_processor_fn=build_metrics_processor,
         # The names of parameters are torchtitan's, so its mapping to Hugging Face's fits.
         state_dict_adapter=DeepSeekV3StateDictAdapter,
+        sections=frozenset({"routing"}),
         check_config=check_config,
     )

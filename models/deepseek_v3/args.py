@@ -61,7 +61,6 @@ class DeepSeekV3ModelArgs(BaseModelArgs):
     def update_from_config(self, job_config: JobConfig, **kwargs: object) -> None:
         self.max_seq_len = job_config.training.seq_len
         self.init_seed = job_config.debug.seed or 0
-        self.moe_args.force_load_balance = job_config.debug.moe_force_load_balance
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Parameters in all, and floating point operations per token, forward and backward."""

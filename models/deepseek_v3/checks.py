@@ -6,7 +6,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan_ext.data.text import check_text
 from torchtitan_ext.distributed.checkpoint_policy import SaveOps
 from torchtitan_ext.distributed.layer_wrap import resolve_layer_plans
-from torchtitan_ext.model_checks import check_keys_of_experts, load_tokenizer
+from torchtitan_ext.model_checks import check_keys_of_experts, check_routing, load_tokenizer
 
 from .args import DeepSeekV3ModelArgs
 from .flavors import FLAVORS
@@ -18,7 +18,9 @@ def check_config(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
     layer_ids = list(range(args.n_layers))
     moe_layer_ids = set(layer_ids[args.n_dense_layers :])
     _check_expert_parallel(args, parallel_dims, has_moe=bool(moe_layer_ids))
-    if not moe_layer_ids:
+    if moe_layer_ids:
+        check_routing(job_config, parallel_dims, args.moe_args, len(moe_layer_ids))
+    else:
         check_keys_of_experts(job_config)
     tokenizer = load_tokenizer(job_config, args.vocab_size)
     check_text(parallel_dims.dp_replicate * parallel_dims.dp_shard, tokenizer, job_config)

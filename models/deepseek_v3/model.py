@@ -4,6 +4,8 @@ Shapes: B batch, S sequence, D model, V vocabulary, E experts, L MoE layers, H h
 Q query and key head width (N without position + R rotary), W value head width, C latent.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torchtitan.protocols import ModelProtocol
@@ -91,14 +93,14 @@ class TransformerBlock(nn.Module):
             self.feed_forward = FeedForward(args.dim, args.inter_dim)
 
     def forward(
-        self, x_BSD: torch.Tensor, rope: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the hidden state and, from a MoE layer, the tokens per expert (E,)."""
+        self, x_BSD: torch.Tensor, rope: torch.Tensor, given_ids_TK: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Returns the hidden state and, from a MoE layer, what :meth:`MoE.forward` says of it."""
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope)
         if self.moe_enabled:
-            y_BSD, tokens_per_expert_E = self.moe(self.ffn_norm(x_BSD))
-            return x_BSD + y_BSD, tokens_per_expert_E
-        return x_BSD + self.feed_forward(self.ffn_norm(x_BSD)), None
+            y_BSD, tokens_per_expert_E, ids_TK = self.moe(self.ffn_norm(x_BSD), given_ids_TK)
+            return x_BSD + y_BSD, tokens_per_expert_E, ids_TK
+        return x_BSD + self.feed_forward(self.ffn_norm(x_BSD)), None, None
 
 
 class DeepSeekV3Model(ModelProtocol):
@@ -120,15 +122,30 @@ class DeepSeekV3Model(ModelProtocol):
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         self.register_buffer("rope", rope_cache(args), persistent=False)
 
-    def forward(self, tokens_BS: torch.Tensor) -> ModelOutput:
+    def forward(
+        self, tokens_BS: torch.Tensor, given_expert_ids: Sequence[torch.Tensor] = ()
+    ) -> ModelOutput:
+        """Runs the model.
+
+        Args:
+            tokens_BS: token ids.
+            given_expert_ids: the experts of each token, (T, K) a MoE layer; otherwise the routers
+                choose.
+        """
         h_BSD = self.tok_embeddings(tokens_BS)
-        counts = []
+        given = iter(given_expert_ids)
+        counts, expert_ids = [], []
         for layer in self.layers.values():
-            h_BSD, tokens_per_expert_E = layer(h_BSD, self.rope)
+            h_BSD, tokens_per_expert_E, ids_TK = layer(
+                h_BSD, self.rope, next(given, None) if layer.moe_enabled else None
+            )
             if tokens_per_expert_E is not None:
                 counts.append(tokens_per_expert_E)
+                expert_ids.append(ids_TK)
         logits_BSV = self.output(self.norm(h_BSD))
-        return ModelOutput(logits_BSV, torch.stack(counts) if counts else None)
+        if not counts:
+            return ModelOutput(logits_BSV)
+        return ModelOutput(logits_BSV, torch.stack(counts), expert_ids=tuple(expert_ids))
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         """Fills parameters and buffers of the materialised model.

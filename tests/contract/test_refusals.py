@@ -1,5 +1,6 @@
 """Refusals that need the real model, tokenizer and text: one line, before any rank starts."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,9 @@ def refusal_of(*flags: str) -> str:
         ([DEBUG, "--parallelism.expert_parallel_degree=1", "--metrics.log_experts"], None),
         ([DENSE, "--metrics.log_experts"], "[metrics] log_experts = true: has no effect"),
         ([DENSE, "--debug.moe_force_load_balance"], "[debug] moe_force_load_balance = true: has"),
+        ([DENSE, "--routing.record"], "[routing] record = true: has no effect, as flavor"),
+        ([DENSE, "--routing.preset=balanced"], '[routing] preset = "balanced": has no effect'),
+        ([DENSE, "--routing.replay=x"], '[routing] replay = "x": has no effect'),
         ([DENSE, "--parallelism.expert_parallel_degree=2"], "must be 1, as the model has no exp"),
         (
             [
@@ -115,3 +119,60 @@ def test_key_of_another_way_is_no_preset(tmp_path: Path) -> None:
     refused = refusal_of(f"--job.config_file={tmp_path / 'run.toml'}")
     assert refused.startswith("[layer_wrap] save_ops = ")
     assert "has no effect" in refused
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    """A dump folder with a record of two steps of the debug model's shape."""
+    folder = tmp_path / "recorded" / "routing"
+    for step in (1, 2):
+        (folder / f"step-{step}").mkdir(parents=True)
+    shape = {"moe_layers": 5, "num_experts": 8, "top_k": 3, "seq_len": 256}
+    (folder / "routing.json").write_text(json.dumps(shape | {"global_batch_size": 8}))
+    return folder.parent
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--training.steps=2"], None),
+        (["--training.steps=3"], "step 3 was not recorded (steps 1 to 2 were)"),
+        (["--training.seq_len=128"], "was recorded with seq_len = 256, and this run has 128"),
+        (
+            ["--training.global_batch_size=16"],
+            "was recorded with global_batch_size = 8, and this run has 16",
+        ),
+        (["--model.flavor=16B"], "was recorded with moe_layers = 5, and this run has 26"),
+    ],
+)
+def test_record_that_does_not_fit_the_run_is_refused(
+    record: Path, flags: list[str], message: str | None
+) -> None:
+    args = [DEBUG, f"--routing.replay={record}", "--training.local_batch_size=4", *flags]
+    if message is None:
+        load_job_config(args, world_size=2, device_type="cpu")
+    else:
+        assert refusal_of(*args) == f'[routing] replay = "{record}": {message}'
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--routing.replay=outputs/none"],
+            "no record of routing: outputs/none/routing/routing.js",
+        ),
+        (["--routing.preset=hot"], 'preset = "hot": must be one of none, balanced, hot_expert'),
+        (
+            ["--routing.preset=hot_rank", "--parallelism.expert_parallel_degree=1"],
+            'preset = "hot_rank": needs [parallelism] expert_parallel_degree of at least 2',
+        ),
+        (["--routing.preset=bursts", "--routing.replay=x"], 'preset = "bursts": must be none with'),
+        (
+            ["--routing.preset=bursts", "--debug.moe_force_load_balance"],
+            '[debug] moe_force_load_balance = true: is [routing] preset = "balanced": must be',
+        ),
+    ],
+)
+def test_routing_that_cannot_be_is_refused(flags: list[str], message: str) -> None:
+    assert message in refusal_of(DEBUG, *flags)

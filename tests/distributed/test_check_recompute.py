@@ -200,43 +200,46 @@ def checkpoint_nothing() -> None:
         (
             lose_random_state,
             [*BERT, *FULL],
-            "layers.0: the recomputation draws other dropout",
+            ["layers.0: the recomputation draws other dropout", "layers.1: gradient of layers.1."],
         ),
-        (lose_random_state, [*BERT, *FULL], "layers.1: gradient of layers.1."),
-        (keep_one_of_two_dropouts, [*BERT, *OP], "layers.0: the recomputation draws other dropout"),
-        (keep_one_of_two_dropouts, [*BERT, *OP], "layers.0: gradient of layers.0."),
+        (
+            keep_one_of_two_dropouts,
+            [*BERT, *OP],
+            ["layers.0: the recomputation draws other dropout", "layers.0: gradient of layers.0."],
+        ),
         (
             count_calls,
             [*BERT, *FULL],
-            "layers.1: feed_forward.calls is written in the forward and recomputation",
+            ["layers.1: feed_forward.calls is written in the forward and recomputation"],
         ),
         (
             write_buffer,
             [*BERT, *FULL],
-            "layers.0: feed_forward.total is written in the forward and recomputation",
+            ["layers.0: feed_forward.total is written in the forward and recomputation"],
         ),
         (
             route_otherwise_the_second_time,
             [*MOE, *FULL],
-            "layers.1: the recomputation sends tokens to other experts than the forward",
+            ["layers.1: the recomputation sends tokens to other experts than the forward"],
         ),
         (
             keep_what_should_be_recomputed,
             [*BERT, *FULL],
-            'layers.0: checkpoint "full" was asked for, "op" is in force: it keeps aten.addmm',
+            ['layers.0: checkpoint "full" was asked for, "op" is in force: it keeps aten.addmm'],
         ),
         (
             checkpoint_nothing,
             [*BERT, *FULL],
-            'layers.1: checkpoint "full" was asked for, "none" is in force',
+            ['layers.1: checkpoint "full" was asked for, "none" is in force'],
         ),
     ],
 )
 def test_planted_fault_is_named(
-    tmp_path: Any, plant: Callable[[], None], flags: list[str], expected: str
+    tmp_path: Any, plant: Callable[[], None], flags: list[str], expected: list[str]
 ) -> None:
-    faults = faults_of(verdicts_of([*flags, "--compile.no-enable"], tmp_path, plant=plant))
-    assert any(fault.startswith(expected) for fault in faults), faults
+    faults = faults_of(verdicts_of([*flags, *EAGER], tmp_path, plant=plant))
+    for start in expected:
+        assert any(fault.startswith(start) for fault in faults), faults
 
 
 def test_lost_random_state_in_a_compiled_block_shows_in_gradients(tmp_path: Any) -> None:
@@ -244,3 +247,35 @@ def test_lost_random_state_in_a_compiled_block_shows_in_gradients(tmp_path: Any)
     verdicts = verdicts_of(flags, tmp_path, plant=lose_random_state)
     assert not any(verdict.masks_equal for verdict in verdicts[:-1])
     assert all(verdict.worst_gradient_error > 0.05 for verdict in verdicts[:-1])
+
+
+def run_eager_though_asked_to_compile() -> None:
+    compile_block = torch.nn.Module.compile
+
+    def compile_first(self: torch.nn.Module, **options: Any) -> None:
+        compile_block(self, **options)
+        if not hasattr(torch.nn.Module, "first"):
+            torch.nn.Module.first = self  # type: ignore[attr-defined]
+        else:
+            self._compiled_call_impl = self._call_impl
+
+    torch.nn.Module.compile = compile_first  # type: ignore[method-assign]
+
+
+def test_layer_that_is_not_compiled_is_named(tmp_path: Any) -> None:
+    flags = [*BERT, *FULL, "--compile.backend=aot_eager"]
+    verdicts = verdicts_of(flags, tmp_path, plant=run_eager_though_asked_to_compile)
+    assert faults_of(verdicts) == ["layers.1: compile was asked for, and the layer runs eager"]
+    assert [verdict.compiled for verdict in verdicts] == [True, False, False]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_graphs_and_bytes_of_compiled_layers(tmp_path: Any, backend: str) -> None:
+    flags = [*BERT, "--compile.enable", f"--compile.backend={backend}"]
+    full = verdicts_of([*flags, *FULL], tmp_path)
+    assert [verdict.graphs for verdict in full] == [1, 0, 0]
+    assert [verdict.graph_breaks for verdict in full] == [0, 0, 0]
+    none = verdicts_of([*flags, *NONE], tmp_path)
+    for kept, recomputed in zip(none[:-1], full[:-1], strict=True):
+        # Of a layer that is recomputed, at most its random state is kept.
+        assert recomputed.saved_bytes < kept.saved_bytes / 20

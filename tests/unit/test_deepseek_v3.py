@@ -324,7 +324,7 @@ def test_flavor_is_built_anew_on_each_access(flavor: str) -> None:
     args = FLAVORS[flavor]
     before = asdict(args)
     args.max_seq_len = 7  # a run sets these
-    args.moe_args.force_load_balance = True
+    args.moe_args.top_k = 2
     assert asdict(FLAVORS[flavor]) == before
 
 

@@ -80,7 +80,7 @@ def gradients(layer: MoE, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.T
 
 def assert_equals_naive_moe(layer: MoE, x: torch.Tensor) -> None:
     x = x.requires_grad_()
-    y, _ = layer(x)
+    y = layer(x)[0]
     expected = naive_moe(layer, x)
     torch.testing.assert_close(y, expected, **TOLERANCE)
     found, wanted = gradients(layer, x, y), gradients(layer, x, expected)
@@ -129,7 +129,7 @@ def test_experts_without_tokens_get_a_gradient_of_exactly_zero(dtype: torch.dtyp
     empty, others = [0, 3, 7], [1, 2, 4, 5, 6]
     layer.expert_bias[empty] = -10.0
     x = torch.randn(2, 16, DIM, dtype=dtype)
-    y, counts = layer(x)
+    y, counts, _ = layer(x)
     assert counts[empty].tolist() == [0, 0, 0]
     assert counts[others].min() > 0
     y.square().sum().backward()
@@ -142,7 +142,7 @@ def test_experts_without_tokens_get_a_gradient_of_exactly_zero(dtype: torch.dtyp
 @pytest.mark.parametrize("shape", [(1, 1), (2, 5), (3, 1)])
 def test_counts_are_int64_and_sum_to_tokens_times_top_k(shape: tuple[int, int]) -> None:
     layer = make_layer()
-    y, counts = layer(torch.randn(*shape, DIM))
+    y, counts, _ = layer(torch.randn(*shape, DIM))
     assert y.shape == (*shape, DIM)
     assert counts.shape == (NUM_EXPERTS,)
     assert counts.dtype == torch.int64
@@ -178,7 +178,7 @@ def module_state(layer: MoE) -> dict[str, Any]:
 def test_forward_and_backward_leave_the_module_as_it_was(training: bool) -> None:
     layer = make_layer().train(training)
     before = module_state(layer)
-    y, counts = layer(torch.randn(2, 6, DIM))
+    y, counts, _ = layer(torch.randn(2, 6, DIM))
     assert module_state(layer) == before
     torch.autograd.grad(y.sum(), list(layer.parameters()))
     counts += 1  # what a forward returned is the caller's

@@ -140,24 +140,15 @@ def test_route_norm_all_scores_zero_stays_finite() -> None:
     assert router(x_TD, None).topk_scores_TK.tolist() == [[0.0, 0.0]]
 
 
-@pytest.mark.parametrize(("num_experts", "top_k"), [(4, 1), (4, 3), (8, 3), (6, 6)])
-def test_forced_balance_is_equal_and_distinct(num_experts: int, top_k: int) -> None:
-    args = MoEArgs(num_experts=num_experts, top_k=top_k, force_load_balance=True)
-    router = TokenChoiceRouter(args, 8)
-    routing = router(torch.randn(2 * num_experts, 8), torch.zeros(num_experts))
-    assert routing.tokens_per_expert_E.tolist() == [2 * top_k] * num_experts
-    for ids in routing.topk_expert_ids_TK.tolist():
-        assert len(set(ids)) == top_k
-
-
-def test_forced_balance_weights_are_the_chosen_scores() -> None:
+def test_given_experts_replace_the_choice_and_weigh_by_their_scores() -> None:
     router, x_TD = router_with_logits(
-        torch.tensor([[0.1, 0.2, 0.3, 0.4]] * 2).logit().tolist(), top_k=2, force_load_balance=True
+        torch.tensor([[0.1, 0.2, 0.3, 0.4]] * 2).logit().tolist(), top_k=2
     )
-    routing = router(x_TD, None)
-    assert routing.topk_expert_ids_TK.tolist() == [[0, 1], [2, 3]]
-    expected = torch.tensor([[0.1, 0.2], [0.3, 0.4]])
-    torch.testing.assert_close(routing.topk_scores_TK, expected)
+    given = torch.tensor([[0, 1], [2, 0]])
+    routing = router(x_TD, torch.full((4,), 9.0), given)
+    assert routing.topk_expert_ids_TK.tolist() == given.tolist()
+    assert routing.tokens_per_expert_E.tolist() == [2, 1, 1, 0]
+    torch.testing.assert_close(routing.topk_scores_TK, torch.tensor([[0.1, 0.2], [0.3, 0.1]]))
 
 
 def test_counts_of_a_table_are_exact() -> None:

@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torchtitan_ext.config.effects import compiles_layers, recomputes
 from torchtitan_ext.config.error import did_you_mean, refusal
+from torchtitan_ext.config.sections import RoutingPreset
 from torchtitan_ext.config.values import get_value
 
 
@@ -130,6 +131,7 @@ RULES: dict[str, Rule] = {
     "validation.dataloader.num_workers": _at_least(0),
     "validation.dataloader.prefetch_factor": _at_least(1),
     "zero.stage": Rule(lambda value: value in (1, 2, 3), "1, 2 or 3"),
+    "routing.preset": _one_of(*get_args(RoutingPreset)),
     "mlm.mask_probability": Rule(lambda value: 0 < value < 1, "greater than 0 and below 1"),
     "dropout.embedding": _DECAY,
     "dropout.attention": _DECAY,
@@ -172,6 +174,7 @@ def check_combinations(config: Any) -> None:
             "must be inductor or aot_eager where layers are recomputed: this backend loses the "
             "random state of the forward, and gradients with dropout are wrong",
         )
+    _check_routing(config)
     scheduler, steps = config.lr_scheduler, config.training.steps
     decays = scheduler.decay_ratio is None or scheduler.decay_ratio > 0
     if scheduler.total_steps is not None and scheduler.total_steps < steps and decays:
@@ -193,6 +196,18 @@ def check_combinations(config: Any) -> None:
             "checkpoint.initial_load_model_only",
             False,
             "must be true with initial_load_in_hf: safetensors hold the model alone",
+        )
+
+
+def _check_routing(config: Any) -> None:
+    routing = config.routing
+    if routing.preset != "none" and routing.replay is not None:
+        raise refusal("routing.preset", routing.preset, "must be none with [routing] replay")
+    if config.debug.moe_force_load_balance and (routing.preset != "none" or routing.replay):
+        raise refusal(
+            "debug.moe_force_load_balance",
+            True,
+            'is [routing] preset = "balanced": must be false with another preset or a replay',
         )
 
 

@@ -299,6 +299,7 @@ GOVERNED: dict[str, tuple[Switch, ...]] = {
 READ_BY_SOME_MODELS: frozenset[str] = frozenset(
     _keys("mlm", "mask_probability whole_word next_sentence")
     + _keys("dropout", "embedding attention residual")
+    + _keys("routing", "record replay preset")
 )
 """Keys of the sections that an ExtTrainSpec has to name for its model to read them."""
 

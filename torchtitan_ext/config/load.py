@@ -173,6 +173,7 @@ def _resolve_input_paths(config: JobConfig) -> None:
         (config.model, "hf_assets_path"),
         (config.training, "dataset_path"),
         (config.validation, "dataset_path"),
+        (config.routing, "replay"),
     ):
         path = getattr(section, name)
         if path is not None:

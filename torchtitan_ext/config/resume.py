@@ -31,9 +31,19 @@ def check_resumable(config: Any, num_data_ranks: int) -> None:
         )
     if not steps:
         return
-    step = steps[-1] if checkpoint.load_step == -1 else checkpoint.load_step
+    step = resumes_after(config)
     if step > 0:  # one of step 0 is a seed for the model's weights, and loaded as that
         _check_contents(checkpoint, folder / f"step-{step}", num_data_ranks)
+
+
+def resumes_after(config: Any) -> int:
+    """The step of the checkpoint that a run starts from; 0 if from none."""
+    checkpoint = config.checkpoint
+    folder = Path(config.job.dump_folder) / checkpoint.folder
+    if not checkpoint.enable or not folder.is_dir():
+        return 0
+    steps = complete_steps(folder)
+    return max(steps, default=0) if checkpoint.load_step == -1 else checkpoint.load_step
 
 
 def _check_contents(settings: Any, checkpoint: Path, num_data_ranks: int) -> None:

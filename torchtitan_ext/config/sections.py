@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from torchtitan_ext.config.error import as_toml, did_you_mean
 
 CheckpointMode = Literal["none", "full", "op"]
+RoutingPreset = Literal["none", "balanced", "hot_expert", "hot_rank", "empty_rank", "bursts"]
 
 _LAYER_GROUPS = ("*", "dense", "moe")
 _LAYER_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -119,6 +120,27 @@ class Dropout:
 
 
 @dataclass
+class Routing:
+    """Where tokens go. For models with experts; validation always follows the routers."""
+
+    record: bool = False
+    """Write the experts of every token of every step to ``routing/`` in the dump folder."""
+
+    replay: str | None = None
+    """
+    Dump folder of a run with ``record``: its choices are used instead of the routers'. The data,
+    the global batch and the model's experts must be the same, the layout need not be.
+    """
+
+    preset: RoutingPreset = "none"
+    """
+    A load of a known shape, for benchmarks: "balanced", "hot_expert" (every token visits expert 0),
+    "hot_rank" (and as many of the first rank's experts as it can), "empty_rank" (the last rank gets
+    nothing), or "bursts" (a hot rank in every 4th step, balanced otherwise).
+    """
+
+
+@dataclass
 class Metrics:
     """Additions to torchtitan's [metrics]."""
 
@@ -134,6 +156,7 @@ class JobConfig:
     layer_wrap: LayerWrap = field(default_factory=LayerWrap)
     metrics: Metrics = field(default_factory=Metrics)
     zero: Zero = field(default_factory=Zero)
+    routing: Routing = field(default_factory=Routing)
     mlm: Mlm = field(default_factory=Mlm)
     dropout: Dropout = field(default_factory=Dropout)
 

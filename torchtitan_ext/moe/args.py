@@ -35,9 +35,6 @@ class MoEArgs:
     load_balance_coeff: float = 1e-3
     """Step of the expert bias per optimizer step (arXiv:2408.15664); 0 turns balancing off."""
 
-    force_load_balance: bool = False
-    """Round-robin expert ids instead of the top-k: equal loads, for benchmarks."""
-
     def __post_init__(self) -> None:
         groups, limit = self.num_expert_groups, self.num_limited_groups
         assert 1 <= self.top_k <= self.num_experts, (self.top_k, self.num_experts)

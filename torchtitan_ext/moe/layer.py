@@ -61,13 +61,24 @@ class MoE(nn.Module):
         # Expert parallelism puts an AllToAllDispatcher here; the layer itself knows no ranks.
         self.dispatcher: Dispatcher = LocalDispatcher()
 
-    def forward(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the layer's output (B, S, D) and the tokens per expert (E,), int64."""
+    def forward(
+        self, x_BSD: torch.Tensor, given_ids_TK: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One layer.
+
+        Args:
+            x_BSD: hidden states.
+            given_ids_TK: the experts to use in place of the router's choice, int64.
+
+        Returns:
+            The output (B, S, D), the tokens per expert (E,) and the experts per token (T, K),
+            both int64.
+        """
         x_TD = x_BSD.flatten(0, 1)
-        routing = self.router(x_TD, self.expert_bias)
+        routing = self.router(x_TD, self.expert_bias, given_ids_TK)
         x_RD, tokens_per_local_expert, state = self.dispatcher.dispatch(x_TD, routing)
         y_RD = self.experts(x_RD, tokens_per_local_expert)
         y_TD = self.dispatcher.combine(y_RD, routing, state)
         if self.shared_experts is not None:
             y_TD = y_TD + self.shared_experts(x_TD)
-        return y_TD.view_as(x_BSD), routing.tokens_per_expert_E
+        return y_TD.view_as(x_BSD), routing.tokens_per_expert_E, routing.topk_expert_ids_TK

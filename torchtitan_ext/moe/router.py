@@ -34,7 +34,13 @@ class TokenChoiceRouter(nn.Module):
         self.args = args
         self.gate = nn.Linear(dim, args.num_experts, bias=False)
 
-    def forward(self, x_TD: torch.Tensor, expert_bias_E: torch.Tensor | None) -> Routing:
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        expert_bias_E: torch.Tensor | None,
+        given_ids_TK: torch.Tensor | None = None,
+    ) -> Routing:
+        """Routes by score, or to the experts that are given; their weights are scores anyway."""
         # In float32, also under autocast: rounded to bf16, close scores would tie.
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE = F.linear(x_TD.float(), self.gate.weight.float())
@@ -43,7 +49,9 @@ class TokenChoiceRouter(nn.Module):
         else:
             scores_TE = logits_TE.softmax(dim=-1)
 
-        ids_TK = self._choose(scores_TE.detach(), expert_bias_E)
+        ids_TK = given_ids_TK
+        if ids_TK is None:
+            ids_TK = self._choose(scores_TE.detach(), expert_bias_E)
         topk_scores_TK = scores_TE.gather(dim=1, index=ids_TK)
         if self.args.route_norm:
             topk_scores_TK = topk_scores_TK / (topk_scores_TK.sum(-1, keepdim=True) + 1e-20)
@@ -51,10 +59,6 @@ class TokenChoiceRouter(nn.Module):
         return Routing(topk_scores_TK, ids_TK, count_tokens(ids_TK, self.args.num_experts))
 
     def _choose(self, scores_TE: torch.Tensor, expert_bias_E: torch.Tensor | None) -> torch.Tensor:
-        if self.args.force_load_balance:
-            num_choices = scores_TE.shape[0] * self.args.top_k
-            ids_N = torch.arange(num_choices, device=scores_TE.device) % self.args.num_experts
-            return ids_N.view(-1, self.args.top_k)
         choice_TE = scores_TE if expert_bias_E is None else scores_TE + expert_bias_E
         if self.args.num_limited_groups < self.args.num_expert_groups:
             choice_TE = self._limit_groups(choice_TE)

@@ -14,18 +14,19 @@ RUN_TRAIN = Path(__file__).resolve().parents[2] / "run_train.sh"
 _POLL_SECONDS = 1.0
 
 
-class RunFailedError(Exception):
+class RunFailedError(RuntimeError):
     """A run did not get to its last step. The message names it and its log."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of one rank."""
+    """A run on one or more ranks of this host."""
 
     name: str
     folder: Path
     flags: tuple[str, ...]
     num_steps: int
+    num_ranks: int = 1
 
     @property
     def log(self) -> Path:
@@ -41,7 +42,9 @@ class Run:
 
     def start(self, num_threads: int) -> subprocess.Popen[bytes]:
         self.folder.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "NGPU": "1", "OMP_NUM_THREADS": str(num_threads)}
+        threads_per_rank = max(1, num_threads // self.num_ranks)
+        environment = dict(os.environ, NGPU=str(self.num_ranks))
+        environment["OMP_NUM_THREADS"] = str(threads_per_rank)
         # The configuration is among the flags, resolved already.
         environment.pop("CONFIG_FILE", None)
         flags = [*self.flags, f"--job.dump_folder={self.folder}"]
@@ -56,6 +59,20 @@ class Run:
             return subprocess.Popen(
                 ["bash", str(RUN_TRAIN), *flags], env=environment, stdout=log, stderr=log
             )
+
+
+def finish_with_progress(runs: list[Run], jobs: int) -> None:
+    """As :func:`finish_runs`, with a progress bar over the steps of all runs."""
+    from tqdm import tqdm
+
+    done = sum(run.last_step() for run in runs)
+    with tqdm(total=sum(run.num_steps for run in runs), initial=done, unit="step") as bar:
+
+        def show(going: list[Run]) -> None:
+            bar.set_postfix_str(", ".join(run.name for run in going), refresh=False)
+            bar.update(sum(run.last_step() for run in runs) - bar.n)
+
+        finish_runs(runs, jobs, show)
 
 
 def finish_runs(runs: Iterable[Run], jobs: int, on_poll: Callable[[list[Run]], None]) -> None:

@@ -164,6 +164,12 @@ def judge(
     )
 
 
+def failed(layout: Layout, reason: str, bound: float) -> LayoutVerdict:
+    """The verdict on a layout whose step fails."""
+    nan = float("nan")
+    return LayoutVerdict(layout.name, "wrong", reason, "", nan, bound, None, nan, nan)
+
+
 def _other_fault(actual: StepRecord, reference: StepRecord, bound: float) -> str:
     """What is wrong though the gradients are right; empty if nothing is."""
     if actual.counts != reference.counts:

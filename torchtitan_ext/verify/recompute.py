@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .graphs import CompiledBlock
 from .regions import BlockRecord, Visit
 from .step import NEGLIGIBLE, StepRecord, in_float32, largest_gradient, relative_error
 
@@ -38,7 +39,10 @@ class LayerVerdict:
     masks: int = 0
     """Random draws of the forward."""
     saved_bytes: int = 0
-    """Computed in the eager forward inside the block and kept for the backward."""
+    """Computed in the forward inside the block and kept for the backward."""
+    graphs: int = 0
+    """Compiled for this layer; 0 if it uses those of a layer before it."""
+    graph_breaks: int = 0
     faults: list[str] = field(default_factory=list)
 
 
@@ -92,6 +96,9 @@ def judge(
         )
         for plan in plans
     ]
+    for verdict in verdicts:
+        if compiled is not None and verdict.compiled:
+            _add_compiled(verdict, compiled.compiled_blocks.get(verdict.name))
     verdicts.append(LayerVerdict("other", "none", compiled=False))
     for actual, reference in pairs:
         _compare_gradients(actual, reference, verdicts)
@@ -147,6 +154,17 @@ def _judge_layer(name: str, asked: str, compiled: bool, record: BlockRecord) -> 
         phases = " and ".join(dict.fromkeys(phase for phase, name in written if name == attribute))
         faults.append(f"{attribute} is written in the {phases}")
     return verdict
+
+
+def _add_compiled(verdict: LayerVerdict, block: CompiledBlock | None) -> None:
+    if block is None or not block.runs_compiled:
+        verdict.compiled = False
+        verdict.faults.append("compile was asked for, and the layer runs eager")
+        return
+    verdict.graphs, verdict.graph_breaks = block.graphs, block.graph_breaks
+    verdict.saved_bytes = block.saved_bytes
+    if block.graph_breaks:
+        verdict.faults.append(f"{block.graph_breaks} graph breaks")
 
 
 def _in_force(record: BlockRecord) -> str:

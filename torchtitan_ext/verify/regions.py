@@ -145,8 +145,8 @@ class RegionRecorder(TorchDispatchMode):
 
     def _remember_storages(self, record: BlockRecord, args: Any, output: Any) -> None:
         # What an operator takes is not new: a parameter, the block's input, an earlier result.
-        self._seen_storages.update(t.untyped_storage()._cdata for t in _tensors_in(args))
-        for tensor in _tensors_in(output):
+        self._seen_storages.update(t.untyped_storage()._cdata for t in tensors_in(args))
+        for tensor in tensors_in(output):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._seen_storages:
                 self._seen_storages.add(storage._cdata)
@@ -180,18 +180,21 @@ def _fingerprint(value: Any) -> Any:
     return value if isinstance(value, int | float | str | bool | None) else id(value)
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of what a module takes or returns."""
     if isinstance(value, torch.Tensor):
         return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
     if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors_in(item)]
+        return [tensor for item in value for tensor in tensors_in(item)]
     return []
 
 
 def _hash_tensors(value: Any, *, zeros_only: bool = False) -> str:
     digest = hashlib.sha256()
     with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
-        for tensor in _tensors_in(value):
+        for tensor in tensors_in(value):
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             data = (local != 0) if zeros_only else local.detach()
             digest.update(str(tuple(data.shape)).encode())

@@ -1,7 +1,6 @@
 """One training step of a configuration, as data that can be compared."""
 
 import copy
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +15,7 @@ from torchtitan_ext.distributed.checkpoint_policy import SaveOps
 from torchtitan_ext.distributed.layer_wrap import LayerPlan, plans_of
 from torchtitan_ext.trainer import ExtTrainer
 
+from .graphs import CompiledBlock, GraphRecorder
 from .regions import BlockRecord, RegionRecorder
 
 NEGLIGIBLE = 1e-6
@@ -36,8 +36,9 @@ class StepRecord:
     plans: list[LayerPlan] = field(default_factory=list)
     blocks: dict[str, BlockRecord] = field(default_factory=dict)
     """Of eager blocks alone."""
+    compiled_blocks: dict[str, CompiledBlock] = field(default_factory=dict)
+    """Of rank 0."""
     num_graphs: int = 0
-    graph_breaks: Counter[str] = field(default_factory=Counter)
 
 
 def in_float32(config: Any) -> Any:
@@ -99,6 +100,7 @@ def _record(trainer: ExtTrainer, config: Any, inside_blocks: bool) -> StepRecord
 
     trainer.optimizers.register_step_pre_hook(before_update)
     trainer.metrics_processor.log = log  # type: ignore[method-assign,assignment]
+    graphs = GraphRecorder(model)
     batches = trainer.batch_generator(trainer.dataloader)
     trainer.step = 1
     if inside_blocks:
@@ -113,8 +115,8 @@ def _record(trainer: ExtTrainer, config: Any, inside_blocks: bool) -> StepRecord
     record.weights = full_tensors(model)
     if trainer.expert_load.last_step_LE is not None:
         record.counts = trainer.expert_load.last_step_LE.tolist()
+    record.compiled_blocks = graphs.blocks
     record.num_graphs = counters["stats"]["unique_graphs"]
-    record.graph_breaks = Counter(counters["graph_break"])
     return record
 
 

@@ -1,0 +1,259 @@
+"""Routing of a run put on disk, and expert ids for the model that its routers did not choose.
+
+A record is a folder: ``routing.json`` with a :class:`Shape`, and in ``step-N/rank-R.safetensors``
+what data parallel rank R saw of step N, a row a sequence:
+
+=============  =================================================================
+``number``     of the sequence in the global batch, int64
+``checksum``   of its tokens, int64
+``expert_ids`` int16, MoE layers x tokens x top-k
+=============  =================================================================
+
+A sequence has the same number in any layout (:mod:`torchtitan_ext.data.dataset`), so a record made
+on some ranks can be replayed on others.
+
+Shapes: B sequences of a micro-batch, S their length, T = B * S, L MoE layers, K top-k.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torchtitan.config import JobConfig
+
+from torchtitan_ext.moe import MoEArgs, moe_layers
+from torchtitan_ext.moe.presets import preset_expert_ids
+
+FOLDER = "routing"
+_SHAPE_FILE = "routing.json"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a record and the run that replays it must have in common."""
+
+    moe_layers: int
+    num_experts: int
+    top_k: int
+    seq_len: int
+    global_batch_size: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which sequences of the global batch a data parallel rank sees."""
+
+    data_rank: int
+    num_data_ranks: int
+    local_batch_size: int
+
+    def numbers(self, micro_batch: int) -> list[int]:
+        """Their numbers, as :class:`torchtitan_ext.data.dataset.TextDataset` deals them out."""
+        first = micro_batch * self.local_batch_size
+        rows = range(first, first + self.local_batch_size)
+        return [row * self.num_data_ranks + self.data_rank for row in rows]
+
+
+class StepRouting:
+    """What [routing] asks of the steps of a run; without it, every method does nothing."""
+
+    def __init__(self, job_config: JobConfig, model: nn.Module, share: Share) -> None:
+        self._source: RecordedRouting | PresetRouting | None = None
+        self._writer: RoutingWriter | None = None
+        self._share = share
+        layers = list(moe_layers(model))
+        if not layers:
+            return
+        settings = job_config.routing
+        shape = shape_of(job_config, share.num_data_ranks, layers[0].router.args, len(layers))
+        preset = "balanced" if job_config.debug.moe_force_load_balance else settings.preset
+        if settings.replay is not None:
+            self._source = RecordedRouting(Path(settings.replay) / FOLDER, share)
+        elif preset != "none":
+            degree = job_config.parallelism.expert_parallel_degree
+            self._source = PresetRouting(preset, shape, degree)
+        if settings.record:
+            folder = Path(job_config.job.dump_folder) / FOLDER
+            self._writer = RoutingWriter(folder, shape, share)
+
+    def start(self, last_step: int) -> None:
+        """Before the first step of a run; a collective if it records."""
+        if self._writer is None:
+            return
+        if self._share.data_rank == 0:
+            self._writer.start(last_step)
+        dist.barrier()
+
+    def arguments(self, step: int, micro_batch: int, tokens_BS: torch.Tensor) -> dict[str, Any]:
+        """What the model's forward takes in addition."""
+        if self._source is None:
+            return {}
+        return {"given_expert_ids": self._source.expert_ids(step, micro_batch, tokens_BS)}
+
+    def add(self, tokens_BS: torch.Tensor, expert_ids: Sequence[torch.Tensor]) -> None:
+        """After the forward of a micro-batch."""
+        if self._writer is not None:
+            self._writer.add(tokens_BS, expert_ids)
+
+    def finish_step(self, step: int) -> None:
+        """After the last micro-batch of a step."""
+        if self._writer is not None:
+            self._writer.finish_step(step)
+
+
+class RoutingWriter:
+    """Writes the experts that a rank's tokens went to, a file a step."""
+
+    def __init__(self, folder: Path, shape: Shape, share: Share) -> None:
+        self._folder, self._shape, self._share = folder, shape, share
+        self._micro_batches: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def start(self, last_step: int) -> None:
+        """On one rank: drops what an earlier run has recorded after ``last_step``."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for step in recorded_steps(self._folder):
+            if step > last_step:
+                shutil.rmtree(_step_folder(self._folder, step))
+        (self._folder / _SHAPE_FILE).write_text(json.dumps(asdict(self._shape)) + "\n")
+
+    def add(self, tokens_BS: torch.Tensor, expert_ids: Sequence[torch.Tensor]) -> None:
+        """Takes a micro-batch and the (T, K) expert ids of each MoE layer."""
+        ids_LBSK = torch.stack(list(expert_ids)).unflatten(1, tokens_BS.shape)
+        self._micro_batches.append((_checksums(tokens_BS), ids_LBSK.transpose(0, 1).short()))
+
+    def finish_step(self, step: int) -> None:
+        """Writes all micro-batches of the step."""
+        checksums, ids = zip(*self._micro_batches, strict=True)
+        numbers = [n for i in range(len(ids)) for n in self._share.numbers(i)]
+        self._micro_batches.clear()
+        folder = _step_folder(self._folder, step)
+        folder.mkdir(exist_ok=True)
+        path = folder / f"rank-{self._share.data_rank}.safetensors"
+        save_file(
+            {
+                "number": torch.tensor(numbers),
+                "checksum": torch.cat(checksums).cpu(),
+                "expert_ids": torch.cat(ids).cpu().contiguous(),
+            },
+            path.with_suffix(".part"),
+        )
+        os.replace(path.with_suffix(".part"), path)  # a file is there only if it is whole
+
+
+class RecordedRouting:
+    """Reads back where the tokens of a step went. A rank opens its own file, others if it must."""
+
+    def __init__(self, folder: Path, share: Share) -> None:
+        self._folder, self._share = folder, share
+        self._step = 0
+        self._files: list[Path] = []
+        self._rows: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def expert_ids(
+        self, step: int, micro_batch: int, tokens_BS: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """The recorded experts of these tokens, (T, K) a MoE layer.
+
+        Raises:
+            ValueError: the step was not recorded, or with other tokens.
+        """
+        if step != self._step:
+            self._open(step)
+        numbers = self._share.numbers(micro_batch)
+        rows = [self._row(number) for number in numbers]
+        for number, (recorded, _), found in zip(
+            numbers, rows, _checksums(tokens_BS).tolist(), strict=True
+        ):
+            if recorded != found:
+                raise ValueError(
+                    f'[routing] replay = "{self._folder}": sequence {number} of step {step} has '
+                    "other tokens than the recorded one"
+                )
+        ids_LBSK = torch.stack([ids_LSK for _, ids_LSK in rows], dim=1).long()
+        return ids_LBSK.flatten(1, 2).to(tokens_BS.device).unbind(0)
+
+    def _open(self, step: int) -> None:
+        self._step, self._rows = step, {}
+        own = f"rank-{self._share.data_rank}.safetensors"
+        files = _step_folder(self._folder, step).glob("rank-*.safetensors")
+        # The next one to open is the last of the list.
+        self._files = sorted(files, key=lambda path: path.name == own)
+
+    def _row(self, number: int) -> tuple[int, torch.Tensor]:
+        while number not in self._rows:
+            if not self._files:
+                raise ValueError(
+                    f'[routing] replay = "{self._folder}": sequence {number} of step '
+                    f"{self._step} was not recorded"
+                )
+            record = load_file(self._files.pop())
+            rows = zip(record["checksum"].tolist(), record["expert_ids"], strict=True)
+            self._rows.update(zip(record["number"].tolist(), rows, strict=True))
+        return self._rows[number]
+
+
+@dataclass(frozen=True)
+class PresetRouting:
+    """Where the tokens of a step go by a preset of :mod:`torchtitan_ext.moe.presets`."""
+
+    preset: str
+    shape: Shape
+    expert_parallel_degree: int
+
+    def expert_ids(
+        self, step: int, micro_batch: int, tokens_BS: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """The experts of these tokens, (T, K), the same in each MoE layer."""
+        ids_TK = preset_expert_ids(
+            self.preset,
+            step,
+            num_tokens=tokens_BS.numel(),
+            num_experts=self.shape.num_experts,
+            top_k=self.shape.top_k,
+            num_ranks=self.expert_parallel_degree,
+        )
+        return (ids_TK.to(tokens_BS.device),) * self.shape.moe_layers
+
+
+def shape_of(job_config: JobConfig, num_data_ranks: int, args: MoEArgs, moe_layers: int) -> Shape:
+    """The shape of a run's record."""
+    training = job_config.training
+    batch = training.global_batch_size
+    if batch == -1:
+        batch = training.local_batch_size * num_data_ranks
+    return Shape(moe_layers, args.num_experts, args.top_k, training.seq_len, batch)
+
+
+def read_shape(folder: Path) -> Shape:
+    """Raises ValueError if there is no record in the folder."""
+    try:
+        return Shape(**json.loads((folder / _SHAPE_FILE).read_text()))
+    except (OSError, TypeError, ValueError):
+        raise ValueError(f"no record of routing: {folder / _SHAPE_FILE} can't be read") from None
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """The steps of a record, in order."""
+    names = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.iterdir())
+    return sorted(int(name[1]) for name in names if name)
+
+
+def _step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step}"
+
+
+def _checksums(tokens_BS: torch.Tensor) -> torch.Tensor:
+    """A number of each sequence that depends on every token and its place, int64."""
+    places_S = torch.arange(1, tokens_BS.shape[1] + 1, device=tokens_BS.device)
+    # Odd multiples of the golden ratio's 64 bits; products and their sum wrap around.
+    factors_S = (places_S * -0x61C8864680B583EB) | 1
+    return ((tokens_BS.long() + 1) * factors_S).sum(1)
