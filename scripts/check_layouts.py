@@ -21,6 +21,7 @@ if no layout is wrong, else 1.
 import argparse
 import json
 import os
+import statistics
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -63,19 +64,23 @@ def _parse_args() -> tuple[argparse.Namespace, list[str]]:
 def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     batch = _global_batch(flags, options.ngpu)
     # Imported late, and after a configuration was loaded: torch's order of imports matters.
-    from torchtitan_ext.verify.layouts import failed, judge, rounding_bound
+    from torchtitan_ext.verify.layouts import failed, judge, rounding_bounds
 
     layouts, refused = _accepted_layouts(options, flags)
     reference, reordered = _one_process(flags, batch, batch // options.ngpu)
-    bound = rounding_bound(reference, reordered)
+    bounds = rounding_bounds(reference, reordered)
     tasks = [Task(name, [*flags, *layout.flags]) for name, layout in layouts.items()]
     rows = []
     for task, step in record_tasks(SCRIPT, tasks, options.ngpu):
         if isinstance(step, str):
-            rows.append(failed(layouts[task.name], step, bound))
+            rows.append(failed(layouts[task.name], step))
         else:
-            rows.append(judge(layouts[task.name], step, reference, bound, options.ngpu))
-    print(f"rounding is up to {bound:.1e}; one process: loss {reference.loss:.6f}", file=sys.stderr)
+            rows.append(judge(layouts[task.name], step, reference, bounds, options.ngpu))
+    print(
+        f"one process: loss {reference.loss:.6f}; a gradient's rounding is up to "
+        f"{statistics.median(bounds.values()):.1e} (median of the parameters)",
+        file=sys.stderr,
+    )
     for row in rows:
         print(_line(row), file=sys.stderr)
     for name, reason in refused.items():
@@ -98,11 +103,14 @@ def _global_batch(flags: list[str], num_ranks: int) -> int:
 
 
 def _one_process(flags: list[str], batch: int, local_batch_size: int) -> list[Any]:
-    """The step of one process, with micro-batches as large as a rank's, and one by one."""
+    """The step of one process twice: with micro-batches as large as a rank's, and of another size.
+
+    Their sums have another order.
+    """
     flags = [*flags, *_no_degrees(flags), f"--training.global_batch_size={batch}"]
     tasks = [
         Task(f"one process, {size} at a time", [*flags, f"--training.local_batch_size={size}"])
-        for size in dict.fromkeys((local_batch_size, 1))
+        for size in dict.fromkeys((local_batch_size, 1 if local_batch_size > 1 else batch))
     ]
     steps = []
     for task, step in record_tasks(SCRIPT, tasks, 1):

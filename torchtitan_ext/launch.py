@@ -4,6 +4,7 @@ import argparse
 import os
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 from .config.error import ConfigError
@@ -14,6 +15,22 @@ _OF_TORCHRUN = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
 """How the names begin of the variables that it sets."""
+
+# Warnings that come with every run and that nobody needs to act on.
+_HARMLESS_WARNINGS = (
+    "'set_vital' is deprecated",  # torchdata's own call
+    "DTensor manual_seed",  # initial weights don't come from DTensor's generator
+    "DTensor random operators",
+    # torchtitan asks for autocast in float32, which then is off, as it should be
+    "In CPU autocast, but the target dtype is not supported",
+    ".*returned a view tensor. An in-place op",  # nothing changes logits in place
+)
+
+
+def ignore_harmless_warnings() -> None:
+    """For a process that trains."""
+    for message in _HARMLESS_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
 
 
 def load_config(flags: list[str], world_size: int) -> Any:

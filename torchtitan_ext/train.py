@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 
 from . import device  # isort:skip  comes before any other part of torchtitan
 
@@ -13,22 +12,15 @@ from torchtitan.tools.logging import init_logger, logger
 
 from .config.error import ConfigError
 from .config.load import load_job_config, save_resolved_config
+from .launch import ignore_harmless_warnings
 from .trainer import ExtTrainer
-
-# Warnings that come with every run and that nobody needs to act on.
-_HARMLESS_WARNINGS = (
-    "'set_vital' is deprecated",  # torchdata's own call
-    "DTensor manual_seed",  # initial weights don't come from DTensor's generator
-    "DTensor random operators",
-)
 
 
 @record
 def main() -> None:
     """Trains as the flags and the TOML say. Exits 2 if the configuration is refused."""
     init_logger()
-    for message in _HARMLESS_WARNINGS:
-        warnings.filterwarnings("ignore", message=message)
+    ignore_harmless_warnings()
     world_size = int(os.environ["WORLD_SIZE"])
     try:
         job_config = load_job_config(

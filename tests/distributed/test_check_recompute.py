@@ -277,5 +277,5 @@ def test_graphs_and_bytes_of_compiled_layers(tmp_path: Any, backend: str) -> Non
     assert [verdict.graph_breaks for verdict in full] == [0, 0, 0]
     none = verdicts_of([*flags, *NONE], tmp_path)
     for kept, recomputed in zip(none[:-1], full[:-1], strict=True):
-        # Of a layer that is recomputed, at most its random state is kept.
-        assert recomputed.saved_bytes < kept.saved_bytes / 20
+        # Of a layer that is recomputed, at most the random state before each dropout is kept.
+        assert recomputed.saved_bytes <= 3 * torch.get_rng_state().nbytes < kept.saved_bytes

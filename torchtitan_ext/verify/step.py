@@ -18,8 +18,11 @@ from torchtitan_ext.trainer import ExtTrainer
 from .graphs import CompiledBlock, GraphRecorder
 from .regions import BlockRecord, RegionRecorder
 
-NEGLIGIBLE = 1e-6
-"""Of the model's largest gradient: one this small is rounding; attention's key bias has none."""
+NEGLIGIBLE = 1e-4
+"""Of the model's largest gradient: one this small may be rounding; attention's key bias has none.
+
+Errors of such a gradient are taken relative to this size.
+"""
 
 
 @dataclass

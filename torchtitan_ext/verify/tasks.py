@@ -1,6 +1,7 @@
 """Steps of several configurations, one after another, on ranks that are started once for all."""
 
 import json
+import logging
 import os
 import pickle
 import subprocess
@@ -11,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_ext.launch import load_config, run_on_ranks
+from torchtitan_ext.launch import ignore_harmless_warnings, load_config, run_on_ranks
 
 if TYPE_CHECKING:
     from .step import StepRecord
@@ -62,6 +63,9 @@ def record_on_this_rank(folder: Path, record: Callable[[Task, Any], "StepRecord"
     Args:
         record: takes a task and its checked configuration.
     """
+    ignore_harmless_warnings()
+    # torchtitan says that the process group of the first step is there for the second.
+    logging.getLogger().setLevel(logging.ERROR)
     tasks = [Task(**task) for task in json.loads(_list_file(folder).read_text())]
     is_first = os.environ["RANK"] == "0"
     for number, task in enumerate(tasks, start=1):
