@@ -127,11 +127,12 @@ def _line(layer: Any) -> str:
 
     graphs = f"{layer.graphs} graph{'s' * (layer.graphs > 1)}" if layer.graphs else "shared"
     masks = f"{layer.masks} {equal(layer.masks_equal)}" if layer.masks else "none"
+    routing = equal(layer.routing_equal) if layer.routers else "none"
     calls = "/".join(str(sum(calls.values())) for calls in layer.collectives.values())
     parameter = (layer.worst_parameter or "").removeprefix(f"{layer.name}.")
     return (
         f"{layer.name:<9}  {layer.checkpoint:<10}  {graphs if layer.compiled else 'no':<8}  "
-        f"{masks:<8}  {equal(layer.routing_equal):<7}  {calls or '-':<7}  "
+        f"{masks:<8}  {routing:<7}  {calls or '-':<7}  "
         f"{layer.saved_bytes / 2**20:>8.2f}  {layer.worst_gradient_error:.1e} {parameter}"
     )
 

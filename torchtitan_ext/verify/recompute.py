@@ -38,6 +38,8 @@ class LayerVerdict:
     """Operators whose results were kept, of those that a policy chooses among."""
     masks: int = 0
     """Random draws of the forward."""
+    routers: int = 0
+    """Choices of experts in the forward."""
     saved_bytes: int = 0
     """Computed in the forward inside the block and kept for the backward."""
     graphs: int = 0
@@ -118,6 +120,7 @@ def _judge_layer(name: str, asked: str, compiled: bool, record: BlockRecord) -> 
     verdict = LayerVerdict(name, _in_force(record), compiled, saved_bytes=record.saved_bytes)
     forwards, recomputations = record.forwards, record.recomputations
     verdict.masks = sum(len(visit.masks) for visit in forwards)
+    verdict.routers = sum(len(visit.routing) for visit in forwards)
     verdict.collectives = {
         "forward": _sum(visit.collectives for visit in forwards),
         "recomputation": _sum(visit.collectives for visit in recomputations),
