@@ -62,12 +62,13 @@ def _parse_args() -> tuple[argparse.Namespace, list[str]]:
 
 
 def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    batch = _global_batch(flags, options.ngpu)
-    # Imported late, and after a configuration was loaded: torch's order of imports matters.
-    from torchtitan_ext.verify.layouts import failed, judge, rounding_bounds
+    # Imported late: torch takes seconds, which --help need not wait for.
+    from torchtitan_ext.verify.layouts import Layout, failed, judge, norm_of, rounding_bounds
 
+    alone = [*flags, *Layout("one process").flags]
+    batch = _global_batch(alone, options.ngpu)
     layouts, refused = _accepted_layouts(options, flags)
-    reference, reordered = _one_process(flags, batch, batch // options.ngpu)
+    reference, reordered = _one_process(alone, batch, batch // options.ngpu)
     bounds = rounding_bounds(reference, reordered)
     tasks = [Task(name, [*flags, *layout.flags]) for name, layout in layouts.items()]
     rows = []
@@ -88,7 +89,7 @@ def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     return {
         "layouts": [asdict(row) for row in rows],
         "refused": [{"layout": name, "reason": reason} for name, reason in refused.items()],
-        "one_process": {"loss": reference.loss, "grad_norm": reference.grad_norm},
+        "one_process": {"loss": reference.loss, "grad_norm": norm_of(reference)},
         "ngpu": options.ngpu,
         "flags": flags,
     }
@@ -96,7 +97,7 @@ def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
 
 def _global_batch(flags: list[str], num_ranks: int) -> int:
     """Sequences of a step on that many ranks; raises ConfigError for bad flags."""
-    training = load_config([*flags, *_no_degrees(flags)], 1).training
+    training = load_config(flags, 1).training
     if training.global_batch_size > 0:
         return training.global_batch_size
     return training.local_batch_size * num_ranks
@@ -107,9 +108,9 @@ def _one_process(flags: list[str], batch: int, local_batch_size: int) -> list[An
 
     Their sums have another order.
     """
-    flags = [*flags, *_no_degrees(flags), f"--training.global_batch_size={batch}"]
+    batch_size, micro = "--training.global_batch_size", "--training.local_batch_size"
     tasks = [
-        Task(f"one process, {size} at a time", [*flags, f"--training.local_batch_size={size}"])
+        Task(f"one process, {size} at a time", [*flags, f"{batch_size}={batch}", f"{micro}={size}"])
         for size in dict.fromkeys((local_batch_size, 1 if local_batch_size > 1 else batch))
     ]
     steps = []
@@ -118,13 +119,6 @@ def _one_process(flags: list[str], batch: int, local_batch_size: int) -> list[An
             raise ConfigError(f"the step fails with {task.name}: {step}")
         steps.append(step)
     return [steps[0], steps[-1]]
-
-
-def _no_degrees(flags: list[str]) -> list[str]:
-    """Flags that take back the degrees of the TOML file: one process has none."""
-    from torchtitan_ext.verify.layouts import DEGREES
-
-    return [f"--parallelism.{key}={-1 if 'shard' in key else 1}" for key in DEGREES.values()]
 
 
 def _accepted_layouts(
@@ -144,7 +138,7 @@ def _accepted_layouts(
     accepted, refused = {}, {}
     for layout in asked:
         try:
-            load_config([*flags, *_no_degrees(flags), *layout.flags], options.ngpu)
+            load_config([*flags, *layout.flags], options.ngpu)
         except ConfigError as error:
             refused[layout.name] = str(error)
         else:
