@@ -15,7 +15,7 @@ rounding is measured: one process sums the batch in another order, too. A wrong 
 multiple of the right one is said to be, with the degree that the factor is.
 
 All other flags are the configuration's. The last line printed is one JSON object; the status is 0
-if no layout is wrong, else 1.
+if no layout is wrong, else 1; 2 if there was nothing to check.
 """
 
 import argparse
@@ -62,12 +62,17 @@ def _parse_args() -> tuple[argparse.Namespace, list[str]]:
 
 
 def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    # Imported late: torch takes seconds, which --help need not wait for.
+    # Imported late, as torch takes seconds; and the device before torchtitan, which binds it.
+    import torchtitan_ext.device  # noqa: F401
     from torchtitan_ext.verify.layouts import Layout, failed, judge, norm_of, rounding_bounds
 
     alone = [*flags, *Layout("one process").flags]
     batch = _global_batch(alone, options.ngpu)
     layouts, refused = _accepted_layouts(options, flags)
+    for name, reason in refused.items():
+        print(f"{name:<22}  refused   {reason}", file=sys.stderr)
+    if not layouts:
+        raise ConfigError(f"--layouts {options.layouts}: all are refused, so nothing was checked")
     reference, reordered = _one_process(alone, batch, batch // options.ngpu)
     bounds = rounding_bounds(reference, reordered)
     tasks = [Task(name, [*flags, *layout.flags]) for name, layout in layouts.items()]
@@ -84,8 +89,6 @@ def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     )
     for row in rows:
         print(_line(row), file=sys.stderr)
-    for name, reason in refused.items():
-        print(f"{name:<22}  refused   {reason}", file=sys.stderr)
     return {
         "layouts": [asdict(row) for row in rows],
         "refused": [{"layout": name, "reason": reason} for name, reason in refused.items()],

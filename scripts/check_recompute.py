@@ -78,7 +78,7 @@ def _check(options: argparse.Namespace, flags: list[str], *, compiles: bool) -> 
             print(f"NOT faithful: {fault}", file=sys.stderr)
             return {"faithful": False, "faults": [fault], "layers": []}
         steps[task.name] = step
-    # Imported late, and after a configuration was loaded: torch's order of imports matters.
+    # Imported late, as torch takes seconds.
     from torchtitan_ext.verify.recompute import judge
 
     pairs = [(steps[EAGER], steps[EAGER_PLAIN])]

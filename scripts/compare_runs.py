@@ -100,9 +100,12 @@ def _trained(options: argparse.Namespace, flags: list[str]) -> tuple[Path, Path]
     num_ranks = options.ngpu or 1
     runs = []
     for name, own in (("a", options.flags_a), ("b", options.flags_b)):
-        run_flags = (*flags, *shlex.split(own or ""), "--metrics.log_freq=1")
-        num_steps = load_config([*run_flags], num_ranks).training.steps
-        runs.append(Run(name, output.resolve() / name, run_flags, num_steps, num_ranks))
+        try:
+            run_flags = [*flags, *shlex.split(own or ""), "--metrics.log_freq=1"]
+        except ValueError as error:
+            raise ConfigError(f"--flags-{name} {own}: {error}") from None
+        num_steps = load_config(run_flags, num_ranks).training.steps
+        runs.append(Run(name, output.resolve() / name, tuple(run_flags), num_steps, num_ranks))
     # An exception, so that the run is ended, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     finish_with_progress(runs, jobs=1)

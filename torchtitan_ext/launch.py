@@ -8,7 +8,6 @@ import warnings
 from typing import Any
 
 from .config.error import ConfigError
-from .device import DEVICE_TYPE
 
 _OF_TORCHRUN = (
     *("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
@@ -35,9 +34,10 @@ def ignore_harmless_warnings() -> None:
 
 def load_config(flags: list[str], world_size: int) -> Any:
     """The checked configuration of ``flags`` on this machine's device; raises ConfigError."""
-    from .config.load import load_job_config  # takes seconds
+    from . import device  # takes seconds, and comes before all of torchtitan
+    from .config.load import load_job_config
 
-    return load_job_config(flags, world_size=world_size, device_type=DEVICE_TYPE)
+    return load_job_config(flags, world_size=world_size, device_type=device.DEVICE_TYPE)
 
 
 def is_rank() -> bool:
@@ -74,6 +74,8 @@ def run_on_ranks(script: str, args: list[str], num_ranks: int) -> str:
     Raises:
         subprocess.CalledProcessError: some rank failed; its output has been shown.
     """
+    from .device import DEVICE_TYPE
+
     environment = dict(os.environ)
     if DEVICE_TYPE == "cpu":
         # Ranks that each take all cores would wait for one another at every operator.

@@ -183,7 +183,7 @@ def test_names_of_layouts() -> None:
     first, second, third = parse_layouts("fsdp, dp_replicate=2:ep=4,zero=1")
     assert (first.degrees, second.degrees) == ({}, {"dp_replicate": 2, "ep": 4})
     assert (first.zero, third.zero) == (3, 1)
-    for wrong in ("ep", "ep=", "ep=x", "foo=2", "ep=2:"):
+    for wrong in ("", "ep", "ep=", "ep=x", "foo=2", "ep=2:", "fsdp,"):
         with pytest.raises(ValueError, match="must be fsdp, or degrees such as"):
             parse_layouts(wrong)
 

@@ -55,3 +55,26 @@ def test_step_that_fails_is_a_fault_with_its_reason() -> None:
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["faithful"] is False
     assert 'save_ops = "aten.silu": matches no operator' in summary["faults"][0]
+
+
+def test_torchrun_may_start_it() -> None:
+    """The check then runs on as many ranks; one JSON object is printed by the first of them."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [
+            *[sys.executable, *torchrun, *COMMAND[1:]],
+            "--job.config_file=train_configs/bert_tiny.toml",
+            "--compile.no-enable",
+            "--training.seq_len=16",
+            "--training.local_batch_size=1",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    summary = json.loads(line)
+    assert (summary["faithful"], summary["ngpu"]) == (True, 2)
+    # Two ranks, each with a forward that gathers nothing inside of its layers.
+    assert summary["layers"][0]["masks"] == 2 * 3

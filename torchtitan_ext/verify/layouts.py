@@ -70,7 +70,7 @@ def parse_layouts(text: str) -> list[Layout]:
     Raises:
         ValueError: names what is no layout.
     """
-    return [_parse_layout(part.strip()) for part in text.split(",") if part.strip()]
+    return [_parse_layout(part.strip()) for part in text.split(",")]
 
 
 def _parse_layout(text: str) -> Layout:
