@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan_ext.command_line import at_least_one, script_parser
+from torchtitan_ext.command_line import at_least_one, script_parser, show
 from torchtitan_ext.config.error import ConfigError
 from torchtitan_ext.launch import lead_torchrun, load_config
 from torchtitan_ext.verify.tasks import Task, record_on_this_rank, record_tasks
@@ -70,7 +70,7 @@ def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     batch = _global_batch(alone, options.ngpu)
     layouts, refused = _accepted_layouts(options, flags)
     for name, reason in refused.items():
-        print(f"{name:<22}  refused   {reason}", file=sys.stderr)
+        _show_row(name, "refused", reason)
     if not layouts:
         raise ConfigError(f"--layouts {options.layouts}: all are refused, so nothing was checked")
     reference, reordered = _one_process(alone, batch, batch // options.ngpu)
@@ -82,13 +82,13 @@ def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
             rows.append(failed(layouts[task.name], step))
         else:
             rows.append(judge(layouts[task.name], step, reference, bounds, options.ngpu))
-    print(
+    show(
         f"one process: loss {reference.loss:.6f}; a gradient's rounding is up to "
-        f"{statistics.median(bounds.values()):.1e} (median of the parameters)",
-        file=sys.stderr,
+        f"{statistics.median(bounds.values()):.1e} (median of the parameters)"
     )
     for row in rows:
-        print(_line(row), file=sys.stderr)
+        detail = row.reason or f"at most {row.error:.1e}, {row.worst_parameter}"
+        _show_row(row.layout, row.verdict, detail)
     return {
         "layouts": [asdict(row) for row in rows],
         "refused": [{"layout": name, "reason": reason} for name, reason in refused.items()],
@@ -156,9 +156,9 @@ def _record(task: Task, config: Any) -> Any:
     return record_step(for_comparison(config))
 
 
-def _line(row: Any) -> str:
-    detail = row.reason or f"at most {row.error:.1e}, {row.worst_parameter}"
-    return f"{row.layout:<22}  {row.verdict:<8}  {detail}"
+def _show_row(layout: str, verdict: str, detail: str) -> None:
+    start = f"{layout:<22}  {verdict:<8}  "
+    show(start + detail, indent=len(start))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ configuration compiles. For each layer it says
 * calls: collectives of all ranks in the forward, the recomputation and the backward;
 * compiled: the graphs made for it, or "shared" if it uses those of a layer before it;
 * kept: what its forward computed and kept for the backward;
-* worst gradient error: over the largest element of a parameter's gradient, and the parameter.
+* worst gradient error: over the largest element of a parameter's gradient, and the parameter,
+  without ".weight".
 
 Inside a compiled layer nothing can be seen: there a mask or a route counts as wrong if a gradient
 is. All other flags are the configuration's. The last line printed is one JSON object; the status
@@ -30,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan_ext.command_line import at_least_one, script_parser
+from torchtitan_ext.command_line import at_least_one, script_parser, show
 from torchtitan_ext.config.error import ConfigError
 from torchtitan_ext.launch import lead_torchrun, load_config
 from torchtitan_ext.verify.tasks import Task, record_on_this_rank, record_tasks
@@ -75,7 +76,7 @@ def _check(options: argparse.Namespace, flags: list[str], *, compiles: bool) -> 
     for task, step in record_tasks(SCRIPT, [Task(name, flags) for name in variants], options.ngpu):
         if isinstance(step, str):
             fault = f"the step fails, {task.name}: {step}"
-            print(f"NOT faithful: {fault}", file=sys.stderr)
+            show(f"NOT faithful: {fault}")
             return {"faithful": False, "faults": [fault], "layers": []}
         steps[task.name] = step
     # Imported late, as torch takes seconds.
@@ -88,9 +89,9 @@ def _check(options: argparse.Namespace, flags: list[str], *, compiles: bool) -> 
     faults = [f"{layer.name}: {fault}" for layer in layers for fault in layer.faults]
     _print_table(layers)
     for fault in faults:
-        print(f"NOT faithful: {fault}", file=sys.stderr)
+        show(f"NOT faithful: {fault}")
     if not faults:
-        print("faithful: every recomputation is its forward", file=sys.stderr)
+        show("faithful: every recomputation is its forward")
     return {
         "faithful": not faults,
         "faults": faults,
@@ -116,9 +117,9 @@ def _record(task: Task, config: Any) -> Any:
 
 def _print_table(layers: list[Any]) -> None:
     header = "layer      checkpoint  compiled  masks     routing  calls    kept MiB  "
-    print(f"{header}worst gradient error", file=sys.stderr)
+    show(f"{header}worst gradient error")
     for layer in layers:
-        print(_line(layer), file=sys.stderr)
+        show(_line(layer))
 
 
 def _line(layer: Any) -> str:
@@ -129,7 +130,7 @@ def _line(layer: Any) -> str:
     masks = f"{layer.masks} {equal(layer.masks_equal)}" if layer.masks else "none"
     routing = equal(layer.routing_equal) if layer.routers else "none"
     calls = "/".join(str(sum(calls.values())) for calls in layer.collectives.values())
-    parameter = (layer.worst_parameter or "").removeprefix(f"{layer.name}.")
+    parameter = (layer.worst_parameter or "").removeprefix(f"{layer.name}.").removesuffix(".weight")
     return (
         f"{layer.name:<9}  {layer.checkpoint:<10}  {graphs if layer.compiled else 'no':<8}  "
         f"{masks:<8}  {routing:<7}  {calls or '-':<7}  "

@@ -1,7 +1,11 @@
 """What the scripts' command lines have in common."""
 
 import argparse
+import sys
+import textwrap
 from typing import NoReturn
+
+_COLUMNS = 100
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -29,3 +33,15 @@ def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
+
+
+def show(text: str, indent: int = 4) -> None:
+    """Prints a line for people to stderr; what does not fit goes on, indented, in the next."""
+    lines = textwrap.wrap(
+        text,
+        _COLUMNS,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    print("\n".join(lines), file=sys.stderr, flush=True)

@@ -32,6 +32,7 @@ def test_layouts_of_bert() -> None:
     assert "must be 1, as the model has no experts" in refused["reason"]
     assert "a gradient's rounding is up to" in done.stderr
     assert "Warning" not in done.stderr
+    assert max(map(len, done.stderr.splitlines())) <= 100
 
 
 def test_bad_arguments_are_one_line_and_status_2() -> None:
