@@ -5,21 +5,22 @@
         --ngpu 4 --layouts ep=2,dp_replicate=2:ep=2
 
 --layouts is a list of "fsdp", degrees (dp_replicate, dp_shard, ep, tp, cp, pp) joined by colons,
-and zero=STAGE; or "all", every way to fill the ranks. What the configuration or this project
-refuses is listed with the reason.
+and zero=STAGE; or "all", every way to fill the ranks. A layout says all: degrees that it does not
+name are 1, the stage is 3, whatever the configuration has. What is refused is listed with the
+reason.
 
 Each trains one step on the same global batch from the same weights, in float32, without clipping
 and dropout, with plain SGD, as Adam divides a wrong scale away. Compared with one process are each
-parameter's gradient, the new weights, loss, gradient norm and tokens per expert. What counts as
-rounding is measured: one process sums the batch in another order, too. A wrong gradient that is a
-multiple of the right one is said to be, with the degree that the factor is.
+parameter's gradient, the new weights and buffers, loss, gradient norm and tokens per expert; and
+replicas with one another. What counts as rounding is measured: one process sums the batch in
+another order, too. A wrong gradient that is a multiple of the right one is said to be, with the
+degree that the factor is.
 
 All other flags are the configuration's. The last line printed is one JSON object; the status is 0
 if no layout is wrong, else 1; 2 if there was nothing to check.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -29,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan_ext.command_line import at_least_one, script_parser, show
+from torchtitan_ext.command_line import at_least_one, print_json, script_parser, show
 from torchtitan_ext.config.error import ConfigError
 from torchtitan_ext.launch import lead_torchrun, load_config
 from torchtitan_ext.verify.tasks import Task, record_on_this_rank, record_tasks
@@ -49,7 +50,7 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(summary), flush=True)
+    print_json(summary)
     return 1 if any(row["verdict"] == "wrong" for row in summary["layouts"]) else 0
 
 
@@ -67,14 +68,21 @@ def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     from torchtitan_ext.verify.layouts import Layout, failed, judge, norm_of, rounding_bounds
 
     alone = [*flags, *Layout("one process").flags]
-    batch = _global_batch(alone, options.ngpu)
+    try:
+        batch = _global_batch(alone, options.ngpu)
+    except ConfigError as error:
+        load_config(flags, options.ngpu)  # raises if it is not the layout's fault
+        raise ConfigError(f"one process, which layouts are compared with: {error}") from None
     layouts, refused = _accepted_layouts(options, flags)
     for name, reason in refused.items():
         _show_row(name, "refused", reason)
     if not layouts:
-        raise ConfigError(f"--layouts {options.layouts}: all are refused, so nothing was checked")
+        raise ConfigError(f"--layouts {options.layouts!r}: all are refused, so nothing was checked")
     reference, reordered = _one_process(alone, batch, batch // options.ngpu)
-    bounds = rounding_bounds(reference, reordered)
+    try:
+        bounds = rounding_bounds(reference, reordered)
+    except ValueError as error:
+        raise ConfigError(f"{error}: there is nothing to compare with") from None
     tasks = [Task(name, [*flags, *layout.flags]) for name, layout in layouts.items()]
     rows = []
     for task, step in record_tasks(SCRIPT, tasks, options.ngpu):

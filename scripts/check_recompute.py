@@ -22,7 +22,6 @@ is 0 if the recomputation is faithful, else 1.
 """
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import asdict
@@ -31,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan_ext.command_line import at_least_one, script_parser, show
+from torchtitan_ext.command_line import at_least_one, print_json, script_parser, show
 from torchtitan_ext.config.error import ConfigError
 from torchtitan_ext.launch import lead_torchrun, load_config
 from torchtitan_ext.verify.tasks import Task, record_on_this_rank, record_tasks
@@ -54,7 +53,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     summary = _check(options, flags, compiles=_compiles(config))
-    print(json.dumps(summary), flush=True)
+    print_json(summary)
     return 0 if summary["faithful"] else 1
 
 

@@ -22,7 +22,6 @@ The last line printed is one JSON object. The status is 0 unless the runs differ
 """
 
 import argparse
-import json
 import math
 import shlex
 import signal
@@ -33,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan_ext.command_line import at_least_one, script_parser
+from torchtitan_ext.command_line import at_least_one, print_json, script_parser, show
 from torchtitan_ext.config.error import ConfigError
 
 
@@ -67,7 +66,7 @@ def _parse_args() -> tuple[argparse.Namespace, list[str]]:
         metavar="N",
         help="compare means of N logged steps (1)",
     )
-    parser.add_argument("--png", type=Path, help="draw both curves and their difference")
+    parser.add_argument("--png", type=_png, help="draw both curves and their difference")
     settings = parser.add_argument_group("to train both")
     settings.add_argument("--flags-a", metavar="FLAGS", help="what A has of its own")
     settings.add_argument("--flags-b", metavar="FLAGS", help="what B has of its own")
@@ -117,23 +116,27 @@ def _compare(options: argparse.Namespace, runs: tuple[Path, Path]) -> int:
     from torchtitan_ext.study.comparison import compare
     from torchtitan_ext.study.curves import read_curve
 
-    losses = [read_curve(run) for run in runs]
-    norms = [read_curve(run, "grad_norm") for run in runs]
+    try:
+        losses = [read_curve(run) for run in runs]
+        norms = [read_curve(run, "grad_norm") for run in runs]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     for run, curve in zip(runs, losses, strict=True):
         if not curve:
             problem = "has no loss of any step" if run.exists() else "does not exist"
             raise ConfigError(f"{run}: {problem}; needs a dump folder or its metrics.jsonl")
     try:
         loss = compare(*losses, window=options.smooth)
+        norm = compare(*norms, window=options.smooth, relative=True) if all(norms) else None
     except ValueError as error:
         raise ConfigError(f"{runs[0]} and {runs[1]}: {error}") from None
-    norm = compare(*norms, window=options.smooth, relative=True) if all(norms) else None
-    if options.png:
+    if options.png is not None:
         _draw(options, runs, losses, loss.steps)
-    summary = _summary(loss, norm, options)
+    only_in = [len(curve) - len(loss.steps) for curve in losses]
+    summary = _summary(loss, norm, options) | {"only_in_a": only_in[0], "only_in_b": only_in[1]}
     _print_table(runs, losses, loss, norm)
-    print(f"{summary['verdict']}: {_reason(summary, options)}", file=sys.stderr)
-    print(json.dumps(summary, allow_nan=False), flush=True)
+    show(f"{summary['verdict']}: {_reason(loss, norm, options)}")
+    print_json(summary)
     return 1 if summary["verdict"] == "differs" else 0
 
 
@@ -147,6 +150,13 @@ def _at_least_zero(text: str) -> float:
     return value
 
 
+def _png(text: str) -> Path:
+    path = Path(text)
+    if path.suffix != ".png" or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file that ends with .png")
+    return path
+
+
 def _draw(
     options: argparse.Namespace,
     runs: tuple[Path, Path],
@@ -155,9 +165,12 @@ def _draw(
 ) -> None:
     from torchtitan_ext.study.figure import draw_pair
 
-    options.png.parent.mkdir(parents=True, exist_ok=True)
     a, b = ({step: curve[step] for step in steps} for curve in losses)
-    draw_pair(options.png, {f"A: {runs[0]}": a, f"B: {runs[1]}": b}, window=options.smooth)
+    try:
+        options.png.parent.mkdir(parents=True, exist_ok=True)
+        draw_pair(options.png, {f"A: {runs[0]}": a, f"B: {runs[1]}": b}, window=options.smooth)
+    except OSError as error:
+        raise ConfigError(f"--png {options.png}: {error.strerror}") from None
 
 
 def _summary(loss: Any, norm: Any, options: argparse.Namespace) -> dict[str, Any]:
@@ -173,10 +186,11 @@ def _summary(loss: Any, norm: Any, options: argparse.Namespace) -> dict[str, Any
     return {
         "verdict": verdict,
         "first_difference_step": min(first_differences, default=None),
-        "max_loss_difference": _finite(loss.max_difference),
+        "max_loss_difference": loss.max_difference,
         "max_loss_difference_step": loss.max_difference_step,
-        "smoothed_final_difference": _finite(loss.final_difference),
-        "max_grad_norm_difference": None if norm is None else _finite(norm.max_difference),
+        "smoothed_final_difference": loss.final_difference,
+        "max_grad_norm_difference": None if norm is None else norm.max_difference,
+        "max_grad_norm_difference_step": None if norm is None else norm.max_difference_step,
         "steps": len(loss.steps),
         "tolerance": options.tolerance,
         "smooth": options.smooth,
@@ -184,27 +198,31 @@ def _summary(loss: Any, norm: Any, options: argparse.Namespace) -> dict[str, Any
     }
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _reason(summary: dict[str, Any], options: argparse.Namespace) -> str:
-    if summary["verdict"] == "equal":
-        return f"every bit of {summary['steps']} steps"
-    largest = summary["max_loss_difference"]
-    largest_text = "not finite in one" if largest is None else f"{largest:.2e}"
+def _reason(loss: Any, norm: Any, options: argparse.Namespace) -> str:
+    num_steps = f"{len(loss.steps)} steps"
+    if loss.first_difference_step is not None:
+        return (
+            f"losses by {_size(loss)} at step {loss.max_difference_step} "
+            f"(tolerance {options.tolerance:g}), first at step {loss.first_difference_step}"
+        )
+    if norm is None:
+        return f"every bit of the losses of {num_steps}; gradient norms are not logged by both"
+    if norm.first_difference_step is None:
+        return f"every bit of {num_steps}"
     return (
-        f"losses by {largest_text} at step {summary['max_loss_difference_step']} "
-        f"(tolerance {options.tolerance:g}), first at step {summary['first_difference_step']}"
+        f"losses of {num_steps} in every bit; gradient norms differ by {_size(norm)} relative at "
+        f"step {norm.max_difference_step}, first at step {norm.first_difference_step}"
     )
+
+
+def _size(comparison: Any) -> str:
+    largest = comparison.max_difference
+    return f"{largest:.2e}" if math.isfinite(largest) else "not finite in one"
 
 
 def _print_table(
     runs: tuple[Path, Path], losses: list[dict[int, float]], loss: Any, norm: Any
 ) -> None:
-    def show(line: str) -> None:
-        print(line, file=sys.stderr)
-
     for letter, run, curve in zip("AB", runs, losses, strict=True):
         alone = [step for step in curve if step not in set(loss.steps)]
         note = f"; {len(alone)} not in the other, the last is {alone[-1]}" if alone else ""

@@ -138,9 +138,13 @@ def finish(trainer: ExtTrainer, run: Run) -> Run | None:
 
 def full_tensors(model: torch.nn.Module, *, gradients: bool = False) -> dict[str, torch.Tensor]:
     """Every parameter, or its gradient, gathered from all ranks."""
-    full = gather_tensors(model, gradients=gradients)
-    for name, _ in model.named_parameters():
-        assert clean(name) in full, f"{name} has no gradient"
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.grad if gradients else parameter
+        assert tensor is not None, f"{name} has no gradient"
+        tensors[name] = tensor
+    full, unequal = gather_tensors(tensors)
+    assert unequal == [], "ranks hold different values"
     return full
 
 

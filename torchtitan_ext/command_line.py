@@ -1,9 +1,11 @@
 """What the scripts' command lines have in common."""
 
 import argparse
+import json
+import math
 import sys
 import textwrap
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _COLUMNS = 100
 
@@ -45,3 +47,16 @@ def show(text: str, indent: int = 4) -> None:
         break_on_hyphens=False,
     )
     print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def print_json(summary: dict[str, Any]) -> None:
+    """Prints one line of strict JSON to stdout; a number that is not finite becomes null."""
+    print(json.dumps(_finite(summary), allow_nan=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,6 +1,7 @@
 """The file in a dump folder that has one JSON object for each logged step."""
 
 import json
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,17 +25,29 @@ def json_line(record: dict[str, Any]) -> str:
 def read_records(run: Path) -> Iterator[dict[str, Any]]:
     """The records of a dump folder or of such a file, as written; none if it is not there yet.
 
-    A line that was cut off, as the run was ended or is writing it now, is passed over.
+    A line that was cut off, as the run was ended or is writing it now, is passed over; not silently
+    if others follow it.
+
+    Raises:
+        ValueError: a line is no record of a step.
     """
     path = _path_of(run)
     if not path.is_file():
         return
     with open(path) as file:
-        for line in file:
+        cut_off = 0
+        for number, line in enumerate(file, start=1):
+            if cut_off:
+                logging.getLogger(__name__).warning(f"{path}, line {cut_off}: passed over, cut off")
+                cut_off = 0
             try:
-                yield json.loads(line)
+                record = json.loads(line)
             except json.JSONDecodeError:
+                cut_off = number
                 continue
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                raise ValueError(f"{path}, line {number}: is not the record of a step")
+            yield record
 
 
 def read_last_step(run: Path) -> int:

@@ -80,11 +80,11 @@ def _check_record(
             raise ValueError(
                 f"was recorded with {name} = {recorded[name]}, and this run has {value}"
             )
-    steps = recorded_steps(folder)
+    steps = recorded_steps(folder, recorded["global_batch_size"])
     first = resumes_after(job_config) + 1
     missing = set(range(first, job_config.training.steps + 1)) - set(steps)
     if missing:
         raise ValueError(
-            f"step {min(missing)} was not recorded (steps {min(steps, default=0)} to "
-            f"{max(steps, default=0)} were)"
+            f"step {min(missing)} was not recorded, or not all of it (steps "
+            f"{min(steps, default=0)} to {max(steps, default=0)} were)"
         )

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from torchtitan_ext import check_config
 from torchtitan_ext.config.error import ConfigError
@@ -127,6 +129,7 @@ def record(tmp_path: Path) -> Path:
     folder = tmp_path / "recorded" / "routing"
     for step in (1, 2):
         (folder / f"step-{step}").mkdir(parents=True)
+        save_file({"number": torch.arange(8)}, folder / f"step-{step}" / "rank-0.safetensors")
     shape = {"moe_layers": 5, "num_experts": 8, "top_k": 3, "seq_len": 256}
     (folder / "routing.json").write_text(json.dumps(shape | {"global_batch_size": 8}))
     return folder.parent
@@ -136,7 +139,7 @@ def record(tmp_path: Path) -> Path:
     ("flags", "message"),
     [
         (["--training.steps=2"], None),
-        (["--training.steps=3"], "step 3 was not recorded (steps 1 to 2 were)"),
+        (["--training.steps=3"], "step 3 was not recorded, or not all of it (steps 1 to 2 were)"),
         (["--training.seq_len=128"], "was recorded with seq_len = 256, and this run has 128"),
         (
             ["--training.global_batch_size=16"],
@@ -155,6 +158,21 @@ def test_record_that_does_not_fit_the_run_is_refused(
         assert refusal_of(*args) == f'[routing] replay = "{record}": {message}'
 
 
+def test_record_that_was_interrupted_is_refused(record: Path) -> None:
+    file = record / "routing" / "step-2" / "rank-0.safetensors"
+    save_file({"number": torch.arange(4)}, file)
+    args = [DEBUG, f"--routing.replay={record}", "--training.local_batch_size=4"]
+    assert "step 2 was not recorded, or not all of it (steps 1 to 1 were)" in refusal_of(*args)
+    file.unlink()
+    assert "step 2 was not recorded, or not all of it (steps 1 to 1 were)" in refusal_of(*args)
+
+
+def test_record_is_not_replayed_over_itself(record: Path) -> None:
+    folders = [f"--routing.replay={record}", f"--job.dump_folder={record}/../{record.name}"]
+    refused = refusal_of(DEBUG, *folders, "--routing.record", "--training.local_batch_size=4")
+    assert refused.startswith(f'[routing] replay = "{record}": is this run\'s own dump folder')
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -170,7 +188,7 @@ def test_record_that_does_not_fit_the_run_is_refused(
         (["--routing.preset=bursts", "--routing.replay=x"], 'preset = "bursts": must be none with'),
         (
             ["--routing.preset=bursts", "--debug.moe_force_load_balance"],
-            '[debug] moe_force_load_balance = true: is [routing] preset = "balanced": must be',
+            "[debug] moe_force_load_balance = true: is another name of preset = ",
         ),
     ],
 )

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from tests import bert, tiny
 from tests.ranks import run_ranks
+from torchtitan_ext import trainer
+from torchtitan_ext.components import load_balance
 from torchtitan_ext.config.load import load_job_config
 from torchtitan_ext.moe import experts
 from torchtitan_ext.verify.layouts import (
@@ -110,6 +112,77 @@ def scale_experts() -> None:
     experts._local = local_and_scaled
 
 
+def let_replicas_drift() -> None:
+    """The second replica's gradients are not the first's."""
+    initialise = trainer.ExtTrainer.__init__
+
+    def init(self: Any, config: Any) -> None:
+        initialise(self, config)
+        forward_backward = self.forward_backward_step
+
+        def drift(**batch: Any) -> torch.Tensor:
+            loss = forward_backward(**batch)
+            if dist.get_rank() == 1:
+                self.model_parts[0].mlm_head.norm.weight.grad.mul_(3.0)
+            return loss
+
+        self.forward_backward_step = drift
+
+    trainer.ExtTrainer.__init__ = init  # type: ignore[method-assign]
+
+
+def move_biases_of_one_rank() -> None:
+    finish_step = load_balance.ExpertLoad.finish_step
+
+    def finish(self: Any) -> None:
+        finish_step(self)
+        for layer in self._moe_layers:
+            layer.expert_bias.add_(0.1 * dist.get_rank())
+
+    load_balance.ExpertLoad.finish_step = finish  # type: ignore[method-assign]
+
+
+def move_all_biases_twice() -> None:
+    finish_step = load_balance.ExpertLoad.finish_step
+
+    def finish(self: Any) -> None:
+        finish_step(self)
+        for layer in self._moe_layers:
+            layer.expert_bias.mul_(dist.get_world_size())
+
+    load_balance.ExpertLoad.finish_step = finish  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("plant", "model", "layout", "reason"),
+    [
+        (
+            let_replicas_drift,
+            "bert",
+            "dp_replicate=2",
+            "gradient of mlm_head.norm.weight is not the same on all replicas",
+        ),
+        (
+            move_biases_of_one_rank,
+            "moe",
+            "ep=2",
+            "layers.1.moe.expert_bias is not the same on all replicas after the step",
+        ),
+        (
+            move_all_biases_twice,
+            "moe",
+            "ep=2",
+            "layers.1.moe.expert_bias is not one process's after the step",
+        ),
+    ],
+)
+def test_state_that_ranks_do_not_share_is_found(
+    reference: Reference, tmp_path: Any, plant: Any, model: str, layout: str, reason: str
+) -> None:
+    found = check(reference, tmp_path, model, layout, 2, plant)
+    assert (found.verdict, found.reason) == ("wrong", reason)
+
+
 def forget_one_rank() -> None:
     """A parameter whose gradient only one rank contributes to."""
     from models.bert.model import BertModel
@@ -159,7 +232,7 @@ def scaled(tensors: dict[str, torch.Tensor], factor: float) -> dict[str, torch.T
         ),
         (
             lambda step: {"gradients": scaled(step.gradients, math.nan)},
-            "gradient of norm.weight is not a multiple",
+            "gradient of norm.weight is not finite",
         ),
         (
             lambda step: {"gradients": scaled(step.gradients, 0.25)},
@@ -183,9 +256,31 @@ def test_names_of_layouts() -> None:
     first, second, third = parse_layouts("fsdp, dp_replicate=2:ep=4,zero=1")
     assert (first.degrees, second.degrees) == ({}, {"dp_replicate": 2, "ep": 4})
     assert (first.zero, third.zero) == (3, 1)
+    for twice in ("zero=1:zero=2", "ep=2:ep=4"):
+        with pytest.raises(ValueError, match="is given twice"):
+            parse_layouts(twice)
     for wrong in ("", "ep", "ep=", "ep=x", "foo=2", "ep=2:", "fsdp,"):
         with pytest.raises(ValueError, match="must be fsdp, or degrees such as"):
             parse_layouts(wrong)
+
+
+def test_parameter_without_gradient_is_none_in_both(reference: Reference) -> None:
+    """As a frozen one; in one step alone it is a fault."""
+    step, bounds = reference.steps["moe"], reference.bounds["moe"]
+    gradients = {name: g for name, g in step.gradients.items() if name != NORM}
+    frozen = StepRecord(**{**vars(step), "gradients": gradients})
+    bounds_of_frozen = rounding_bounds(frozen, frozen)
+    assert NORM not in bounds_of_frozen
+    assert judge(Layout("fsdp"), frozen, frozen, bounds_of_frozen, 2).verdict == "equal"
+    found = judge(Layout("fsdp"), step, frozen, bounds, 2)
+    assert found.reason == "gradient of norm.weight is there, and should not be"
+
+
+def test_reference_that_is_no_number_is_refused(reference: Reference) -> None:
+    step = reference.steps["moe"]
+    broken = StepRecord(**{**vars(step), "gradients": scaled(step.gradients, math.nan)})
+    with pytest.raises(ValueError, match=r"norm\.weight is not finite on one"):
+        rounding_bounds(broken, step)
 
 
 @pytest.mark.parametrize(

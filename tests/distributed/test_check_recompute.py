@@ -1,10 +1,14 @@
 """The recomputation check finds and names every planted fault, and raises no false alarm."""
 
 import dataclasses
+import tomllib
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 import torch.nn.functional as F
 
@@ -49,7 +53,7 @@ def check(
     inside = record_step(eager, inside_blocks=True)
     pairs = [(inside, record_step(without_checkpoint(eager)))]
     compiled = None
-    if config.compile.enable:
+    if config.compile.enable or any(rule.compile for rule in config.layer_wrap.rules):
         compiled = record_step(config)
         pairs.append((compiled, record_step(without_checkpoint(config))))
         assert compiled.num_graphs > 0
@@ -142,6 +146,39 @@ def count_calls() -> None:
     bert_model.FeedForward.forward = forward  # type: ignore[method-assign]
 
 
+def count_calls_on_the_class() -> None:
+    bert_model.FeedForward.calls = 0  # type: ignore[attr-defined]
+
+    def forward(self: Any, x_BSD: torch.Tensor) -> torch.Tensor:
+        type(self).calls += 1
+        return self.w2(F.gelu(self.w1(x_BSD)))
+
+    bert_model.FeedForward.forward = forward  # type: ignore[method-assign]
+
+
+def count_calls_in_an_object() -> None:
+    def forward(self: Any, x_BSD: torch.Tensor) -> torch.Tensor:
+        self.calls = getattr(self, "calls", SimpleNamespace(number=0))
+        self.calls.number += 1
+        return self.w2(F.gelu(self.w1(x_BSD)))
+
+    bert_model.FeedForward.forward = forward  # type: ignore[method-assign]
+
+
+def break_a_recomputed_gradient() -> None:
+    forward = bert_model.Attention.forward
+
+    def forward_wrongly(self: Any, *args: Any) -> torch.Tensor:
+        weight = self.wq.weight
+        if torch._C._current_graph_task_id() >= 0 and not hasattr(bert_model, "broken"):
+            bert_model.broken = weight.register_hook(  # type: ignore[attr-defined]
+                lambda gradient: gradient * torch.nan
+            )
+        return forward(self, *args)
+
+    bert_model.Attention.forward = forward_wrongly  # type: ignore[method-assign]
+
+
 def write_buffer() -> None:
     initialise = bert_model.FeedForward.__init__
 
@@ -213,6 +250,16 @@ def checkpoint_nothing() -> None:
             ["layers.1: feed_forward.calls is written in the forward and recomputation"],
         ),
         (
+            count_calls_on_the_class,
+            [*BERT, *FULL],
+            ["layers.0: FeedForward.calls is written in the forward and recomputation"],
+        ),
+        (
+            count_calls_in_an_object,
+            [*BERT, *FULL],
+            ["layers.0: feed_forward.calls is written in the forward and recomputation"],
+        ),
+        (
             write_buffer,
             [*BERT, *FULL],
             ["layers.0: feed_forward.total is written in the forward and recomputation"],
@@ -240,6 +287,34 @@ def test_planted_fault_is_named(
     faults = faults_of(verdicts_of([*flags, *EAGER], tmp_path, plant=plant))
     for start in expected:
         assert any(fault.startswith(start) for fault in faults), faults
+
+
+def test_gradient_that_is_not_finite_is_named_alone(tmp_path: Any) -> None:
+    """Though clipping would make all of them so."""
+    flags = [*BERT, *FULL, *EAGER, "--training.max_norm=1.0"]
+    faults = faults_of(verdicts_of(flags, tmp_path, plant=break_a_recomputed_gradient))
+    assert faults == ["layers.1: gradient of layers.1.attention.wq.weight is not finite"]
+
+
+def test_rules_of_layers_are_taken_out_for_the_comparison(tmp_path: Any) -> None:
+    rules = [
+        {"layers": "0", "checkpoint": "op"},
+        {"layers": "1", "checkpoint": "full", "compile": True},
+    ]
+    toml = tmp_path / "run.toml"
+    sections = tomllib.loads(Path("train_configs/bert_tiny.toml").read_text())
+    sections["layer_wrap"] = {"rules": rules}
+    sections["compile"]["enable"] = False
+    sections["activation_checkpoint"]["mode"] = "none"
+    toml.write_text(tomli_w.dumps(sections))
+    flags = ["--training.seq_len=32", "--training.local_batch_size=2"]
+    verdicts = verdicts_of([f"--job.config_file={toml}", *flags], tmp_path)
+    assert faults_of(verdicts) == []
+    assert [(verdict.checkpoint, verdict.compiled) for verdict in verdicts] == [
+        ("op", False),
+        ("full", True),
+        ("none", False),
+    ]
 
 
 def test_lost_random_state_in_a_compiled_block_shows_in_gradients(tmp_path: Any) -> None:

@@ -54,6 +54,6 @@ def test_tasks_after_one_that_fails_run_on_new_ranks(script: str) -> None:
     results = results_of(script, ["first", "fails on rank 1", "second", "dies", "third"])
     assert list(results) == ["first", "fails on rank 1", "second", "dies", "third"]
     assert results["fails on rank 1"] == "ValueError: no such thing"
-    assert results["dies"] == "a rank ended with status 1, see above"
+    assert results["dies"] == "a rank crashed, see above"
     pids = [results[name]["pid"] for name in ("first", "second", "third")]
     assert len(set(pids)) == 3

@@ -37,8 +37,8 @@ def test_layouts_of_bert() -> None:
 
 def test_bad_arguments_are_one_line_and_status_2() -> None:
     for arguments, message in (
-        (["--layouts=ep=2"], "error: --layouts ep=2: all are refused, so nothing was checked"),
-        (["--layouts=ep"], "error: --layouts ep: must be fsdp, or degrees such as"),
+        (["--layouts=ep=2"], "error: --layouts 'ep=2': all are refused, so nothing was checked"),
+        (["--layouts=ep"], "error: --layouts 'ep': must be fsdp, or degrees such as"),
         (["--training.seq_len=1000"], "error: [training] seq_len = 1000: must be at"),
     ):
         done = check(*arguments)

@@ -111,6 +111,51 @@ def test_gradient_norm_alone_makes_runs_differ_in_bits(tmp_path: Path) -> None:
     assert summary["max_grad_norm_difference"] == 1.0
 
 
+def test_reason_is_of_what_differs(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", LOSSES, LOSSES)
+    b = write_run(tmp_path / "b", LOSSES, [4.0, math.nan, 2.0, 1.0])
+    _, summary, text = compare_runs(a, b)
+    assert "within: losses of 4 steps in every bit; gradient norms differ by not finite" in text
+    assert summary["max_grad_norm_difference"] is None
+    assert summary["max_grad_norm_difference_step"] == 2
+    _, summary, text = compare_runs(a, write_run(tmp_path / "c", LOSSES))
+    assert "equal: every bit of the losses of 4 steps; gradient norms are not logged by" in text
+
+
+def test_steps_of_one_run_alone_are_counted(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a", LOSSES), write_run(tmp_path / "b", LOSSES[:2])
+    _, summary, text = compare_runs(a, b)
+    assert (summary["only_in_a"], summary["only_in_b"], summary["steps"]) == (2, 0, 2)
+    assert "4 steps logged, 1 to 4; 2 not in the other, the last is 4" in text
+
+
+def test_means_do_not_hide_which_step_is_not_finite() -> None:
+    found = compare(curve(1.0, math.nan, 1.0), curve(1.0, 1.0, math.nan), window=3)
+    assert (found.max_difference, found.max_difference_step) == (math.inf, 2)
+    with pytest.raises(ValueError, match="a mean of 4 steps, but only 3 were logged by both"):
+        compare(curve(1.0, 2.0, 3.0), curve(1.0, 2.0, 3.0), window=4)
+
+
+def test_lines_that_are_no_records(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", LOSSES)
+    b = write_run(tmp_path / "b", LOSSES)
+    file = b / METRICS_FILE
+    whole = file.read_text()
+    file.write_text('{"step": 1, "lo\n' + whole + '{"step": 5, "l')
+    status, summary, text = compare_runs(a, b)
+    assert (status, summary["steps"]) == (0, 4)
+    assert text.startswith(f"{file}, line 1: passed over, cut off\n")
+    for line, message in (
+        ('{"loss": 1.0}', "line 5: is not the record of a step"),
+        ("3", "line 5: is not the record of a step"),
+        ('{"step": 5, "loss": "x"}', "loss of step 5 is no number, but 'x'"),
+    ):
+        file.write_text(f"{whole}{line}\n")
+        status, _, text = compare_runs(a, b)
+        assert status == 2
+        assert text.startswith("error: ") and message in text and text.count("\n") == 1
+
+
 def test_loss_that_is_not_finite_differs(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", LOSSES)
     b = write_run(tmp_path / "b", [4.0, math.nan, 2.0, 1.0])
@@ -126,6 +171,10 @@ def test_bad_arguments_are_one_line_and_status_2(tmp_path: Path) -> None:
         ((run, tmp_path / "none"), "does not exist"),
         ((run, tmp_path), "has no loss of any step"),
         ((run, run, "--tolerance=-1"), "not a number of at least 0"),
+        ((run, run, "--smooth=100"), "a mean of 100 steps, but only 4 were logged by both"),
+        ((run, run, "--png=x.jpg"), "'x.jpg' is not the name of a file that ends with .png"),
+        ((run, run, f"--png={run}"), "is not the name of a file that ends with .png"),
+        ((run, run, "--png=/proc/none/x.png"), "--png /proc/none/x.png: No such file or"),
         ((run,), "required: B"),
     ):
         status, _, text = compare_runs(*arguments)

@@ -86,7 +86,7 @@ def test_step_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
 def test_earlier_record_of_later_steps_is_dropped(tmp_path: Path) -> None:
     record(tmp_path, 4, 2, [1, 2, 3, 4])
     record(tmp_path, 1, BATCH, [3])  # goes on after step 2
-    assert recorded_steps(tmp_path) == [1, 2, 3]
+    assert recorded_steps(tmp_path, BATCH) == [1, 2, 3]
     assert [path.name for path in (tmp_path / "step-3").iterdir()] == ["rank-0.safetensors"]
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torchtitan.config import JobConfig
@@ -120,7 +121,7 @@ class RoutingWriter:
     def start(self, last_step: int) -> None:
         """On one rank: drops what an earlier run has recorded after ``last_step``."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for step in recorded_steps(self._folder):
+        for step in recorded_steps(self._folder, 0):
             if step > last_step:
                 shutil.rmtree(_step_folder(self._folder, step))
         (self._folder / _SHAPE_FILE).write_text(json.dumps(asdict(self._shape)) + "\n")
@@ -175,8 +176,8 @@ class RecordedRouting:
         ):
             if recorded != found:
                 raise ValueError(
-                    f'[routing] replay = "{self._folder}": sequence {number} of step {step} has '
-                    "other tokens than the recorded one"
+                    f'[routing] replay = "{self._folder.parent}": sequence {number} of step '
+                    f"{step} has other tokens than the recorded one"
                 )
         ids_LBSK = torch.stack([ids_LSK for _, ids_LSK in rows], dim=1).long()
         return ids_LBSK.flatten(1, 2).to(tokens_BS.device).unbind(0)
@@ -192,7 +193,7 @@ class RecordedRouting:
         while number not in self._rows:
             if not self._files:
                 raise ValueError(
-                    f'[routing] replay = "{self._folder}": sequence {number} of step '
+                    f'[routing] replay = "{self._folder.parent}": sequence {number} of step '
                     f"{self._step} was not recorded"
                 )
             record = load_file(self._files.pop())
@@ -241,10 +242,20 @@ def read_shape(folder: Path) -> Shape:
         raise ValueError(f"no record of routing: {folder / _SHAPE_FILE} can't be read") from None
 
 
-def recorded_steps(folder: Path) -> list[int]:
-    """The steps of a record, in order."""
+def recorded_steps(folder: Path, num_sequences: int) -> list[int]:
+    """The steps of a record that have so many sequences or more, in order."""
     names = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.iterdir())
-    return sorted(int(name[1]) for name in names if name)
+    steps = sorted(int(name[1]) for name in names if name)
+    return [step for step in steps if _num_sequences(folder, step) >= num_sequences]
+
+
+def _num_sequences(folder: Path, step: int) -> int:
+    """Reads the heads of the files alone."""
+    num_sequences = 0
+    for path in _step_folder(folder, step).glob("rank-*.safetensors"):
+        with safe_open(path, "pt") as file:
+            num_sequences += file.get_slice("number").get_shape()[0]
+    return num_sequences
 
 
 def _step_folder(folder: Path, step: int) -> Path:

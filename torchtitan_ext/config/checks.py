@@ -203,11 +203,19 @@ def _check_routing(config: Any) -> None:
     routing = config.routing
     if routing.preset != "none" and routing.replay is not None:
         raise refusal("routing.preset", routing.preset, "must be none with [routing] replay")
+    if routing.record and routing.replay is not None:
+        own, replayed = (Path(p).resolve() for p in (config.job.dump_folder, routing.replay))
+        if own == replayed:
+            raise refusal(
+                "routing.replay",
+                routing.replay,
+                "is this run's own dump folder, whose record [routing] record would write anew",
+            )
     if config.debug.moe_force_load_balance and (routing.preset != "none" or routing.replay):
         raise refusal(
             "debug.moe_force_load_balance",
             True,
-            'is [routing] preset = "balanced": must be false with another preset or a replay',
+            'is another name of preset = "balanced": must be false with a preset or a replay',
         )
 
 

@@ -34,11 +34,13 @@ def compare(first: Curve, second: Curve, *, window: int = 1, relative: bool = Fa
         relative: divide a difference by the first curve's number.
 
     Raises:
-        ValueError: they have no step in common.
+        ValueError: they have no step in common, or fewer than a window.
     """
     steps = [step for step in first if step in second]
     if not steps:
         raise ValueError("no step was logged by both")
+    if len(steps) < window:
+        raise ValueError(f"a mean of {window} steps, but only {len(steps)} were logged by both")
     first, second = ({step: curve[step] for step in steps} for curve in (first, second))
     differing = [step for step in steps if _difference(first[step], second[step]) > 0]
     smooth_first, smooth_second = rolling_mean(first, window), rolling_mean(second, window)
@@ -46,7 +48,9 @@ def compare(first: Curve, second: Curve, *, window: int = 1, relative: bool = Fa
         step: _difference(value, smooth_second[step]) / (abs(value) if relative and value else 1)
         for step, value in smooth_first.items()
     }
-    largest = max(differences, key=lambda step: differences[step])
+    # Means that are not finite in both hide a number that is finite in one.
+    differences |= {s: math.inf for s in differing if math.isinf(_difference(first[s], second[s]))}
+    largest = max(sorted(differences), key=lambda step: differences[step])
     return Comparison(
         steps=steps,
         first_difference_step=differing[0] if differing else None,

@@ -18,11 +18,18 @@ def read_curve(run: Path, key: str = "loss") -> Curve:
 
     Args:
         run: a dump folder, or its metrics.jsonl.
+
+    Raises:
+        ValueError: names what is no number.
     """
     curve = {}
     for record in read_records(run):
-        if key in record:
-            curve[record["step"]] = math.nan if record[key] is None else float(record[key])
+        if key not in record:
+            continue
+        value = math.nan if record[key] is None else record[key]
+        if not isinstance(value, int | float):
+            raise ValueError(f"{run}: {key} of step {record['step']} is no number, but {value!r}")
+        curve[record["step"]] = float(value)
     return dict(sorted(curve.items()))
 
 

@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 
-from .step import NEGLIGIBLE, StepRecord, in_float32, largest_gradient, relative_error
+from .step import (
+    NEGLIGIBLE,
+    StepRecord,
+    gradient_pairs,
+    in_float32,
+    largest_gradient,
+    obvious_fault,
+    relative_error,
+)
 
 # Names of degrees in a layout, and the keys they stand for.
 DEGREES = {
@@ -75,14 +83,17 @@ def parse_layouts(text: str) -> list[Layout]:
 
 def _parse_layout(text: str) -> Layout:
     degrees: dict[str, int] = {}
-    zero = 3
+    zero, named = 3, set()
     for part in [] if text == "fsdp" else text.split(":"):
         name, _, number = part.partition("=")
         if not number.isdecimal() or name not in (*DEGREES, "zero"):
             raise ValueError(
-                f"{text}: must be fsdp, or degrees such as ep=2 or dp_replicate=2:ep=2; "
+                f"{text!r}: must be fsdp, or degrees such as ep=2 or dp_replicate=2:ep=2; "
                 f"known are {', '.join(DEGREES)} and zero"
             )
+        if name in named:
+            raise ValueError(f"{text!r}: {name} is given twice")
+        named.add(name)
         if name == "zero":
             zero = int(number)
         else:
@@ -128,13 +139,17 @@ def rounding_bounds(reference: StepRecord, reordered: StepRecord) -> dict[str, f
     """What the same sums in another order can differ by, for each parameter.
 
     Over its gradient's largest element. Where the true gradient is zero, all of it is rounding.
+
+    Raises:
+        ValueError: one process itself computes what is no number.
     """
+    for name, gradient in reference.gradients.items():
+        if not gradient.isfinite().all():
+            raise ValueError(f"gradient of {name} is not finite on one process")
     least = largest_gradient(reference) * NEGLIGIBLE
     return {
-        name: max(
-            _MARGIN * relative_error(reordered.gradients[name], gradient, least), _LEAST_BOUND
-        )
-        for name, gradient in reference.gradients.items()
+        name: max(_MARGIN * relative_error(found, expected, least), _LEAST_BOUND)
+        for name, found, expected in gradient_pairs(reordered, reference)
     }
 
 
@@ -148,18 +163,21 @@ def judge(
     """Compares gradients, new weights, loss, norm and expert counts with one process's."""
     negligible = largest_gradient(reference) * NEGLIGIBLE
     errors = {
-        name: relative_error(actual.gradients.get(name), gradient, negligible)
-        for name, gradient in reference.gradients.items()
+        name: relative_error(found, expected, negligible)
+        for name, found, expected in gradient_pairs(actual, reference)
     }
-    # The first that is wrong, in the model's order; else the worst. (A NaN is not <= anything.)
-    wrong = [name for name, error in errors.items() if not error <= bounds[name]]
+    # The first that is wrong, in the model's order; else the worst.
+    wrong = [name for name, error in errors.items() if error > bounds.get(name, _LEAST_BOUND)]
     worst = wrong[0] if wrong else max(errors, key=lambda name: errors[name])
-    ratio = _ratio(actual.gradients.get(worst), reference.gradients[worst]) if wrong else None
+    ratio = None
     if wrong:
+        found, expected = actual.gradients.get(worst), reference.gradients.get(worst)
+        fault = obvious_fault(found, expected)
+        if not fault:
+            ratio = _ratio(found, expected)
+            fault = _named(ratio, layout, num_ranks)
         others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        is_there = worst in actual.gradients
-        text = _named(ratio, layout, num_ranks) if is_there else " is missing"
-        reason = f"gradient of {worst}{text}{others}"
+        reason = f"gradient of {worst} {fault}{others}"
     else:
         reason = _other_fault(actual, reference, bounds)
     is_equal = not reason and all(
@@ -172,7 +190,7 @@ def judge(
         reason=reason,
         worst_parameter=worst,
         error=errors[worst],
-        bound=bounds[worst],
+        bound=bounds.get(worst, _LEAST_BOUND),
         ratio=ratio,
         loss=actual.loss,
         grad_norm=actual.grad_norm,
@@ -185,7 +203,9 @@ def failed(layout: Layout, reason: str) -> LayoutVerdict:
 
 
 def _other_fault(actual: StepRecord, reference: StepRecord, bounds: dict[str, float]) -> str:
-    """What is wrong though the gradients are right; empty if nothing is."""
+    """What is wrong though the first rank's gradients are right; empty if nothing is."""
+    for name in actual.unequal_gradients:
+        return f"gradient of {name} is not the same on all replicas"
     if actual.counts != reference.counts:
         return "tokens per expert are not one process's"
     if not _relative(actual.loss, reference.loss) <= _LEAST_BOUND:
@@ -203,31 +223,33 @@ def norm_of(record: StepRecord) -> float:
 
 
 def _wrong_weight(actual: StepRecord, reference: StepRecord, bounds: dict[str, float]) -> str:
+    for name in actual.unequal_weights:
+        return f"{name} is not the same on all replicas after the step"
     # A bias that began with 0 is as large as its step.
     negligible = _LEARNING_RATE * largest_gradient(reference) * NEGLIGIBLE
     for name, expected in reference.weights.items():
-        if not relative_error(actual.weights.get(name), expected, negligible) <= bounds[name]:
-            return f"{name} is not one process's after the step, though its gradient is"
+        error = relative_error(actual.weights.get(name), expected, negligible)
+        if error > bounds.get(name, _LEAST_BOUND):
+            though = ", though its gradient is" if name in reference.gradients else ""
+            return f"{name} is not one process's after the step{though}"
     return ""
 
 
 def _named(ratio: float | None, layout: Layout, num_ranks: int) -> str:
     """Says a ratio, and which degree it is if it is one."""
     if ratio is None:
-        return " is not a multiple of the right one"
+        return "is not a multiple of the right one"
     degrees = {DEGREES[name]: degree for name, degree in layout.degrees.items()}
     degrees["the number of ranks"] = num_ranks
     for name, degree in degrees.items():
         for value, text in ((degree, name), (1 / degree, f"1 / {name}")):
             if abs(ratio / value - 1) <= _SAME_RATIO and degree > 1:
-                return f" is {value:g} times the right one: exactly {value:g} = {text}"
-    return f" is {ratio:.4g} times the right one"
+                return f"is {value:g} times the right one: exactly {value:g} = {text}"
+    return f"is {ratio:.4g} times the right one"
 
 
-def _ratio(found: torch.Tensor | None, expected: torch.Tensor) -> float | None:
+def _ratio(found: Any, expected: Any) -> float | None:
     """The factor between two tensors, if one is a multiple of the other."""
-    if found is None:
-        return None
     ratio = float((found.double() * expected).sum() / (expected.double() ** 2).sum())
     return ratio if relative_error(found, expected * ratio, 1e-30) <= _SAME_RATIO else None
 

@@ -3,12 +3,20 @@
 import copy
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .graphs import CompiledBlock
 from .regions import BlockRecord, Visit
-from .step import NEGLIGIBLE, StepRecord, in_float32, largest_gradient, relative_error
+from .step import (
+    NEGLIGIBLE,
+    StepRecord,
+    gradient_pairs,
+    in_float32,
+    largest_gradient,
+    obvious_fault,
+    relative_error,
+)
 
 # Of a parameter's largest gradient. Fused kernels round otherwise in a graph that recomputes; a
 # mask or a route that is not the forward's moves gradients by far more.
@@ -30,6 +38,8 @@ class LayerVerdict:
     worst_gradient_error: float = 0.0
     """Largest difference over the largest gradient of a parameter, to no checkpoint at all."""
     worst_parameter: str | None = None
+    worst_gradient_fault: str = ""
+    """What is wrong with that gradient, if it is more than an error."""
     writes: list[str] = field(default_factory=list)
     """Attributes and buffers that it writes; a fault where there is a recomputation."""
     collectives: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -53,8 +63,8 @@ def without_checkpoint(config: Any) -> Any:
     config = copy.deepcopy(config)
     config.activation_checkpoint.mode = "none"
     config.layer_wrap.save_ops = []
-    for rule in config.layer_wrap.rules:
-        rule.checkpoint = "none"
+    rules = config.layer_wrap.rules
+    config.layer_wrap.rules = [replace(rule, checkpoint="none") for rule in rules]
     return config
 
 
@@ -62,8 +72,8 @@ def without_compile(config: Any) -> Any:
     """The same configuration, eager."""
     config = copy.deepcopy(config)
     config.compile.enable = False
-    for rule in config.layer_wrap.rules:
-        rule.compile = False
+    rules = config.layer_wrap.rules
+    config.layer_wrap.rules = [replace(rule, compile=False) for rule in rules]
     return config
 
 
@@ -106,10 +116,9 @@ def judge(
         _compare_gradients(actual, reference, verdicts)
     for verdict in verdicts:
         if not verdict.worst_gradient_error <= TOLERANCE:
-            verdict.faults.append(
-                f"gradient of {verdict.worst_parameter} is off by "
-                f"{verdict.worst_gradient_error:.1e} of its largest element"
-            )
+            off = f"is off by {verdict.worst_gradient_error:.1e} of its largest element"
+            fault = verdict.worst_gradient_fault or off
+            verdict.faults.append(f"gradient of {verdict.worst_parameter} {fault}")
             if verdict.compiled and verdict.masks > 0:
                 # Inside a compiled block this is all that shows of its masks.
                 verdict.masks_equal = False
@@ -193,9 +202,9 @@ def _compare_gradients(
     actual: StepRecord, reference: StepRecord, verdicts: list[LayerVerdict]
 ) -> None:
     least = largest_gradient(reference) * NEGLIGIBLE
-    for name, expected in reference.gradients.items():
-        error = relative_error(actual.gradients.get(name), expected, least)
+    for name, found, expected in gradient_pairs(actual, reference):
+        error = relative_error(found, expected, least)
         verdict = next((v for v in verdicts if name.startswith(v.name + ".")), verdicts[-1])
-        # "not <=": a NaN is the worst
-        if not error <= verdict.worst_gradient_error or verdict.worst_parameter is None:
+        if error > verdict.worst_gradient_error or verdict.worst_parameter is None:
             verdict.worst_gradient_error, verdict.worst_parameter = error, name
+            verdict.worst_gradient_fault = obvious_fault(found, expected)

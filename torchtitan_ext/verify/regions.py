@@ -40,7 +40,9 @@ class Visit:
     """Those among them that every policy keeps, such as what decides where tokens go."""
     collectives: Counter[str] = field(default_factory=Counter)
     writes: list[str] = field(default_factory=list)
-    """Attributes and buffers of the block's modules that were other ones afterwards."""
+    """Attributes and buffers of the block's modules that were other ones afterwards.
+
+    Those of a module's class, too, and those of an object that a module has."""
 
 
 @dataclass
@@ -168,16 +170,38 @@ def _state_of(block: nn.Module) -> dict[str, Any]:
         }
         for name, value in (values | module._buffers).items():
             state[f"{prefix}.{name}".lstrip(".")] = _fingerprint(value)
+        for of in type(module).__mro__:
+            if not of.__module__.startswith(("torch.", "builtins")):
+                state |= {f"{of.__name__}.{n}": _fingerprint(v) for n, v in _data_of(of)}
     return state
 
 
-def _fingerprint(value: Any) -> Any:
+def _data_of(of: type) -> list[tuple[str, Any]]:
+    """The attributes of a class that are no methods and not Python's own."""
+    return [
+        (name, value)
+        for name, value in vars(of).items()
+        if not name.startswith("__") and not hasattr(value, "__get__")
+    ]
+
+
+def _fingerprint(value: Any, *, inside: bool = True) -> Any:
+    if inside and _is_plain_object(value):
+        return id(value), {n: _fingerprint(v, inside=False) for n, v in vars(value).items()}
     if isinstance(value, torch.Tensor):
         return id(value), _hash_tensors(value)
     if isinstance(value, list | tuple | set | dict):
         return id(value), repr(value)
     # A number is compared as one, anything else by which object it is.
     return value if isinstance(value, int | float | str | bool | None) else id(value)
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether it is of a class of the user's, no module or callable: torch's own have caches."""
+    is_torchs = type(value).__module__.split(".")[0] in ("torch", "builtins")
+    return hasattr(value, "__dict__") and not (
+        is_torchs or callable(value) or isinstance(value, torch.nn.Module | torch.Tensor)
+    )
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -1,12 +1,14 @@
 """One training step of a configuration, as data that can be compared."""
 
 import copy
+import itertools
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
@@ -32,8 +34,12 @@ class StepRecord:
     loss: float
     grad_norm: float
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Before clipping; without the parameters that have none."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    """After the step."""
+    """Parameters and buffers, after the step."""
+    unequal_gradients: list[str] = field(default_factory=list)
+    """Of which ranks hold different values, though each holds or gathers all of it."""
+    unequal_weights: list[str] = field(default_factory=list)
     counts: list[list[int]] | None = None
     """Tokens per expert, layers x experts, of all ranks."""
     plans: list[LayerPlan] = field(default_factory=list)
@@ -65,21 +71,48 @@ def largest_gradient(record: StepRecord) -> float:
     return max(float(gradient.abs().max()) for gradient in record.gradients.values())
 
 
-def relative_error(found: torch.Tensor | None, expected: torch.Tensor, least: float) -> float:
+def relative_error(
+    found: torch.Tensor | None, expected: torch.Tensor | None, least: float
+) -> float:
     """Largest difference over the largest expected element, or over ``least`` if that is more.
 
-    Infinite for a tensor that is missing or of another shape.
+    Infinite where :func:`obvious_fault` tells the reason.
     """
-    if found is None or found.shape != expected.shape:
+    if obvious_fault(found, expected):
         return float("inf")
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(least))
+    assert found is not None and expected is not None
+    difference = (found.double() - expected).abs().max()
+    return float(difference / expected.abs().max().double().clamp_min(least))
+
+
+def obvious_fault(found: torch.Tensor | None, expected: torch.Tensor | None) -> str:
+    """What is wrong with a tensor apart from an error; empty if nothing is."""
+    if found is None:
+        return "is missing"
+    if expected is None:
+        return "is there, and should not be"
+    if found.shape != expected.shape:
+        return f"has the shape {tuple(found.shape)} in place of {tuple(expected.shape)}"
+    if not expected.isfinite().all():
+        return "is not finite in what it is compared with"
+    return "" if found.isfinite().all() else "is not finite"
+
+
+def gradient_pairs(
+    actual: StepRecord, reference: StepRecord
+) -> Iterator[tuple[str, torch.Tensor | None, torch.Tensor | None]]:
+    """Each parameter that has a gradient in either step, in the model's order, and the two."""
+    for name in reference.weights:
+        found, expected = actual.gradients.get(name), reference.gradients.get(name)
+        if found is not None or expected is not None:
+            yield name, found, expected
 
 
 def record_step(config: Any, *, inside_blocks: bool = False) -> StepRecord:
     """Trains one step on the ranks that exist.
 
     Args:
-        config: a checked configuration; gradients are as it clips them.
+        config: a checked configuration.
         inside_blocks: record what eager blocks do, too.
     """
     torch._dynamo.reset()
@@ -95,13 +128,20 @@ def _record(trainer: ExtTrainer, config: Any, inside_blocks: bool) -> StepRecord
     (model,) = trainer.model_parts
     record = StepRecord(loss=0.0, grad_norm=0.0, plans=plans_of(model, config))
 
-    def before_update(*_: Any) -> None:
-        record.gradients = full_tensors(model, gradients=True)
+    forward_backward, micro_batches = trainer.forward_backward_step, itertools.count(1)
+
+    def forward_backward_and_record(**batch: Any) -> torch.Tensor:
+        loss = forward_backward(**batch)
+        # Before they are clipped: one that is not finite would make all others so.
+        if next(micro_batches) == trainer.gradient_accumulation_steps:
+            gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            record.gradients, record.unequal_gradients = full_tensors(gradients)
+        return loss
 
     def log(step: int, loss: float, max_loss: float, grad_norm: float, *_: Any, **__: Any) -> None:
         record.loss, record.grad_norm = loss, grad_norm
 
-    trainer.optimizers.register_step_pre_hook(before_update)
+    trainer.forward_backward_step = forward_backward_and_record  # type: ignore[method-assign]
     trainer.metrics_processor.log = log  # type: ignore[method-assign,assignment]
     graphs = GraphRecorder(model)
     batches = trainer.batch_generator(trainer.dataloader)
@@ -115,7 +155,8 @@ def _record(trainer: ExtTrainer, config: Any, inside_blocks: bool) -> StepRecord
         record.blocks = _of_all_ranks(recorder.blocks)
     else:
         trainer.train_step(batches)
-    record.weights = full_tensors(model)
+    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    record.weights, record.unequal_weights = full_tensors(weights)
     if trainer.expert_load.last_step_LE is not None:
         record.counts = trainer.expert_load.last_step_LE.tolist()
     record.compiled_blocks = graphs.blocks
@@ -137,13 +178,22 @@ def _of_all_ranks(blocks: dict[str, BlockRecord]) -> dict[str, BlockRecord]:
     return merged
 
 
-def full_tensors(model: nn.Module, *, gradients: bool = False) -> dict[str, torch.Tensor]:
-    """Every parameter, or its gradient, gathered from all ranks; a collective."""
+def full_tensors(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Gathers tensors from all ranks; a collective.
+
+    Returns:
+        This rank's, on the CPU, and the names of those that are not the same on all ranks.
+    """
     full = {}
-    for name, parameter in model.named_parameters():
-        value = parameter.grad if gradients else parameter.detach()
-        if value is None:
-            continue
-        value = value.full_tensor() if isinstance(value, DTensor) else value
+    for name, tensor in tensors.items():
+        value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         full[name.replace(CHECKPOINT_PREFIX, "")] = value.detach().cpu().clone()
-    return full
+    # Of replicas, which DTensor believes to be equal, a rank gets its own.
+    own = {name: _checksum(tensor) for name, tensor in full.items()}
+    ranks: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, own)
+    return full, [name for name in full if len({rank.get(name) for rank in ranks}) > 1]
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)

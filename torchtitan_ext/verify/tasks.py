@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,11 +42,8 @@ def record_tasks(
     while waiting:
         with tempfile.TemporaryDirectory() as folder:
             _list_file(folder).write_text(json.dumps([asdict(task) for task in waiting]))
-            status = 0
-            try:
+            with suppress(subprocess.CalledProcessError):
                 run_on_ranks(script, [f"--tasks={folder}"], num_ranks)
-            except subprocess.CalledProcessError as error:
-                status = error.returncode
             result: Any = None
             while waiting and _result_file(folder, waiting[0]).is_file():
                 path = _result_file(folder, waiting[0])
@@ -54,7 +52,7 @@ def record_tasks(
                 yield waiting.pop(0), result
         # Those after one that failed get new ranks.
         if waiting and not isinstance(result, str):
-            yield waiting.pop(0), f"a rank ended with status {status}, see above"
+            yield waiting.pop(0), "a rank crashed, see above"
 
 
 def record_on_this_rank(folder: Path, record: Callable[[Task, Any], "StepRecord"]) -> None:
