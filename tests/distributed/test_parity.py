@@ -97,9 +97,9 @@ def test_eager_layout_equals_one_process(
     ("layout", "checkpoint", "backend"),
     [
         ("one_rank", "op", "aot_eager"),
-        ("ep2", "none", "aot_eager"),
+        pytest.param("ep2", "none", "aot_eager", marks=pytest.mark.slow),
         ("ep2", "op", "aot_eager"),
-        ("ep2", "every_2nd", "aot_eager"),
+        pytest.param("ep2", "every_2nd", "aot_eager", marks=pytest.mark.slow),
         ("hsdp2x2_ep2", "full", "aot_eager"),
         ("ep2", "full", "inductor"),
     ],

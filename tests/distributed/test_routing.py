@@ -84,7 +84,16 @@ def expected_counts(preset: str, step: int) -> list[int]:
     }[preset]
 
 
-@pytest.mark.parametrize("preset", ["balanced", "hot_expert", "hot_rank", "empty_rank", "bursts"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "balanced",
+        pytest.param("hot_expert", marks=pytest.mark.slow),
+        pytest.param("hot_rank", marks=pytest.mark.slow),
+        "empty_rank",
+        "bursts",  # holds a hot rank, too
+    ],
+)
 def test_preset_sets_the_load_and_compiles_once(tmp_path: Path, preset: str) -> None:
     flags = [*EP2, *FULL, *AOT_EAGER, f"--routing.preset={preset}"]
     run = run_ranks(train, 2, flags, str(tmp_path), num_steps=5)[0]

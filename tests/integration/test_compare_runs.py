@@ -39,6 +39,7 @@ def test_checkpoint_changes_no_bit(tmp_path: Path) -> None:
     assert "equal: every bit of 3 steps" in done.stderr
 
 
+@pytest.mark.slow
 def test_one_setting_beside_none(tmp_path: Path) -> None:
     """B has what A has, and a flag of several words; the losses differ from the second step on."""
     own = "--flags-b=--optimizer.lr=0.01 --job.description='a larger rate'"
