@@ -258,7 +258,7 @@ def count_layer(job_config: JobConfig, layer_id: str) -> tuple[Counter[Any], Cou
     model = build(job_config, max_seq_len=16, original_seq_len=16)
     block, x = model.layers[layer_id], torch.randn(2, 16, 64, requires_grad=True)
     with CountOps() as forward:
-        y, _ = block(x, model.rope)
+        y, *_ = block(x, model.rope)
     loss = y.square().sum()
     with CountOps() as backward:
         loss.backward()
