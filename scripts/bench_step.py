@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan_ext.command_line import at_least_one, script_parser
+from torchtitan_ext.command_line import at_least_one, print_json, script_parser
 from torchtitan_ext.config.error import ConfigError
 from torchtitan_ext.launch import is_rank, load_config, run_on_ranks
 
@@ -41,7 +41,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if runs:
-        print(json.dumps(_summary(runs, options, flags)), flush=True)
+        print_json(_summary(runs, options, flags))
     return 0
 
 

@@ -65,11 +65,11 @@ def _parse_args() -> tuple[argparse.Namespace, list[str]]:
 def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     # Imported late, as torch takes seconds; and the device before torchtitan, which binds it.
     import torchtitan_ext.device  # noqa: F401
-    from torchtitan_ext.verify.layouts import Layout, failed, judge, norm_of, rounding_bounds
+    from torchtitan_ext.verify.layouts import Layout, failed, judge, norm_of
 
     alone = [*flags, *Layout("one process").flags]
     try:
-        batch = _global_batch(alone, options.ngpu)
+        training = load_config(alone, 1).training
     except ConfigError as error:
         load_config(flags, options.ngpu)  # raises if it is not the layout's fault
         raise ConfigError(f"one process, which layouts are compared with: {error}") from None
@@ -78,11 +78,8 @@ def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         _show_row(name, "refused", reason)
     if not layouts:
         raise ConfigError(f"--layouts {options.layouts!r}: all are refused, so nothing was checked")
-    reference, reordered = _one_process(alone, batch, batch // options.ngpu)
-    try:
-        bounds = rounding_bounds(reference, reordered)
-    except ValueError as error:
-        raise ConfigError(f"{error}: there is nothing to compare with") from None
+    batch = _global_batch(training, options.ngpu)
+    reference, bounds = _one_process(alone, batch, batch // options.ngpu)
     tasks = [Task(name, [*flags, *layout.flags]) for name, layout in layouts.items()]
     rows = []
     for task, step in record_tasks(SCRIPT, tasks, options.ngpu):
@@ -106,19 +103,23 @@ def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     }
 
 
-def _global_batch(flags: list[str], num_ranks: int) -> int:
-    """Sequences of a step on that many ranks; raises ConfigError for bad flags."""
-    training = load_config(flags, 1).training
+def _global_batch(training: Any, num_ranks: int) -> int:
+    """Sequences of a step on that many ranks."""
     if training.global_batch_size > 0:
         return training.global_batch_size
     return training.local_batch_size * num_ranks
 
 
-def _one_process(flags: list[str], batch: int, local_batch_size: int) -> list[Any]:
-    """The step of one process twice: with micro-batches as large as a rank's, and of another size.
+def _one_process(
+    flags: list[str], batch: int, local_batch_size: int
+) -> tuple[Any, dict[str, float]]:
+    """The step of one process, and what is rounding of each gradient.
 
-    Their sums have another order.
+    It is made twice: with micro-batches as large as a rank's, and of another size, whose sums have
+    another order.
     """
+    from torchtitan_ext.verify.layouts import rounding_bounds
+
     batch_size, micro = "--training.global_batch_size", "--training.local_batch_size"
     tasks = [
         Task(f"one process, {size} at a time", [*flags, f"{batch_size}={batch}", f"{micro}={size}"])
@@ -129,7 +130,10 @@ def _one_process(flags: list[str], batch: int, local_batch_size: int) -> list[An
         if isinstance(step, str):
             raise ConfigError(f"the step fails with {task.name}: {step}")
         steps.append(step)
-    return [steps[0], steps[-1]]
+    try:
+        return steps[0], rounding_bounds(steps[0], steps[-1])
+    except ValueError as error:
+        raise ConfigError(f"{error}: there is nothing to compare with") from None
 
 
 def _accepted_layouts(

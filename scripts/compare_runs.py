@@ -114,13 +114,13 @@ def _trained(options: argparse.Namespace, flags: list[str]) -> tuple[Path, Path]
 def _compare(options: argparse.Namespace, runs: tuple[Path, Path]) -> int:
     # Imported late: --help need not wait for numpy.
     from torchtitan_ext.study.comparison import compare
-    from torchtitan_ext.study.curves import read_curve
+    from torchtitan_ext.study.curves import read_curves
 
     try:
-        losses = [read_curve(run) for run in runs]
-        norms = [read_curve(run, "grad_norm") for run in runs]
+        curves = [read_curves(run, "loss", "grad_norm") for run in runs]
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    losses, norms = map(list, zip(*curves, strict=True))
     for run, curve in zip(runs, losses, strict=True):
         if not curve:
             problem = "has no loss of any step" if run.exists() else "does not exist"

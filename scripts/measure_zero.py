@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan_ext.command_line import at_least_one, script_parser
+from torchtitan_ext.command_line import at_least_one, print_json, script_parser
 from torchtitan_ext.config.error import ConfigError
 from torchtitan_ext.launch import lead_torchrun, load_config, run_on_ranks
 
@@ -36,7 +36,7 @@ def main() -> int:
     options, flags = _parse_args()
     try:
         if options.rank:
-            print(json.dumps(_measure(options.stages[0], flags)), flush=True)
+            print_json(_measure(options.stages[0], flags))
             return 0
         if not lead_torchrun(options):
             return 0
@@ -50,7 +50,7 @@ def main() -> int:
     for stage in options.stages:
         rows.append(_measure_on_new_ranks(stage, flags, options.ngpu))
         print(_line(rows[-1]), file=sys.stderr)
-    print(json.dumps({"ngpu": options.ngpu, "stages": rows, "flags": flags}), flush=True)
+    print_json({"ngpu": options.ngpu, "stages": rows, "flags": flags})
     return 0
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan_ext.command_line import at_least_one, script_parser
+from torchtitan_ext.command_line import at_least_one, print_json, script_parser
 from torchtitan_ext.config.error import ConfigError
 
 EAGER_SEEDS = 4
@@ -83,7 +83,7 @@ def main() -> int:
         return 130
     summary = _summary(runs, options, flags)
     (options.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    print(json.dumps(summary), flush=True)
+    print_json(summary)
     return 0 if summary["verdict"] == "faithful" else 1
 
 

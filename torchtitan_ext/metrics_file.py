@@ -35,15 +35,14 @@ def read_records(run: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     with open(path) as file:
-        cut_off = 0
         for number, line in enumerate(file, start=1):
-            if cut_off:
-                logging.getLogger(__name__).warning(f"{path}, line {cut_off}: passed over, cut off")
-                cut_off = 0
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:
-                cut_off = number
+                if line.endswith("\n"):
+                    logging.getLogger(__name__).warning(
+                        f"{path}, line {number}: passed over, cut off"
+                    )
                 continue
             if not isinstance(record, dict) or not isinstance(record.get("step"), int):
                 raise ValueError(f"{path}, line {number}: is not the record of a step")

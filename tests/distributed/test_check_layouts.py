@@ -131,26 +131,23 @@ def let_replicas_drift() -> None:
     trainer.ExtTrainer.__init__ = init  # type: ignore[method-assign]
 
 
-def move_biases_of_one_rank() -> None:
+def move_biases(move: Callable[[torch.Tensor], Any]) -> None:
     finish_step = load_balance.ExpertLoad.finish_step
 
     def finish(self: Any) -> None:
         finish_step(self)
         for layer in self._moe_layers:
-            layer.expert_bias.add_(0.1 * dist.get_rank())
+            move(layer.expert_bias)
 
     load_balance.ExpertLoad.finish_step = finish  # type: ignore[method-assign]
+
+
+def move_biases_of_one_rank() -> None:
+    move_biases(lambda bias_E: bias_E.add_(0.1 * dist.get_rank()))
 
 
 def move_all_biases_twice() -> None:
-    finish_step = load_balance.ExpertLoad.finish_step
-
-    def finish(self: Any) -> None:
-        finish_step(self)
-        for layer in self._moe_layers:
-            layer.expert_bias.mul_(dist.get_world_size())
-
-    load_balance.ExpertLoad.finish_step = finish  # type: ignore[method-assign]
+    move_biases(lambda bias_E: bias_E.mul_(dist.get_world_size()))
 
 
 @pytest.mark.parametrize(
@@ -256,6 +253,16 @@ def test_names_of_layouts() -> None:
     first, second, third = parse_layouts("fsdp, dp_replicate=2:ep=4,zero=1")
     assert (first.degrees, second.degrees) == ({}, {"dp_replicate": 2, "ep": 4})
     assert (first.zero, third.zero) == (3, 1)
+    assert second.flags == [
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--parallelism.data_parallel_shard_degree=-1",
+        "--parallelism.expert_parallel_degree=4",
+        "--parallelism.tensor_parallel_degree=1",
+        "--parallelism.context_parallel_degree=1",
+        "--parallelism.pipeline_parallel_degree=1",
+        "--zero.stage=3",
+    ]
+    assert third.flags[-1] == "--zero.stage=1"
     for twice in ("zero=1:zero=2", "ep=2:ep=4"):
         with pytest.raises(ValueError, match="is given twice"):
             parse_layouts(twice)

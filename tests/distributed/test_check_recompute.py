@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import models.bert.model as bert_model
 from tests import bert, tiny
 from tests.ranks import run_ranks
+from torchtitan_ext.config.effects import compiles_layers
 from torchtitan_ext.config.load import load_job_config
 from torchtitan_ext.distributed import checkpoint_policy, layer_wrap
 from torchtitan_ext.moe.router import TokenChoiceRouter
@@ -53,7 +54,7 @@ def check(
     inside = record_step(eager, inside_blocks=True)
     pairs = [(inside, record_step(without_checkpoint(eager)))]
     compiled = None
-    if config.compile.enable or any(rule.compile for rule in config.layer_wrap.rules):
+    if compiles_layers(config):
         compiled = record_step(config)
         pairs.append((compiled, record_step(without_checkpoint(config))))
         assert compiled.num_graphs > 0

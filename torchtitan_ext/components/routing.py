@@ -121,7 +121,7 @@ class RoutingWriter:
     def start(self, last_step: int) -> None:
         """On one rank: drops what an earlier run has recorded after ``last_step``."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for step in recorded_steps(self._folder, 0):
+        for step in _steps(self._folder):
             if step > last_step:
                 shutil.rmtree(_step_folder(self._folder, step))
         (self._folder / _SHAPE_FILE).write_text(json.dumps(asdict(self._shape)) + "\n")
@@ -244,9 +244,12 @@ def read_shape(folder: Path) -> Shape:
 
 def recorded_steps(folder: Path, num_sequences: int) -> list[int]:
     """The steps of a record that have so many sequences or more, in order."""
+    return [s for s in _steps(folder) if _num_sequences(folder, s) >= num_sequences]
+
+
+def _steps(folder: Path) -> list[int]:
     names = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.iterdir())
-    steps = sorted(int(name[1]) for name in names if name)
-    return [step for step in steps if _num_sequences(folder, step) >= num_sequences]
+    return sorted(int(name[1]) for name in names if name)
 
 
 def _num_sequences(folder: Path, step: int) -> int:

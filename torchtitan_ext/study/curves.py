@@ -12,7 +12,12 @@ Curve = dict[int, float]
 
 
 def read_curve(run: Path, key: str = "loss") -> Curve:
-    """``key`` by step; empty if the run has not logged any.
+    """``key`` by step; see :func:`read_curves`."""
+    return read_curves(run, key)[0]
+
+
+def read_curves(run: Path, *keys: str) -> list[Curve]:
+    """Each of the keys by step, in one pass; empty if the run has not logged any.
 
     A run that was resumed has repeated the steps since its last checkpoint: the later line counts.
 
@@ -22,15 +27,15 @@ def read_curve(run: Path, key: str = "loss") -> Curve:
     Raises:
         ValueError: names what is no number.
     """
-    curve = {}
+    curves: dict[str, Curve] = {key: {} for key in keys}
     for record in read_records(run):
-        if key not in record:
-            continue
-        value = math.nan if record[key] is None else record[key]
-        if not isinstance(value, int | float):
-            raise ValueError(f"{run}: {key} of step {record['step']} is no number, but {value!r}")
-        curve[record["step"]] = float(value)
-    return dict(sorted(curve.items()))
+        step = record["step"]
+        for key in record.keys() & curves:
+            value = math.nan if record[key] is None else record[key]
+            if not isinstance(value, int | float):
+                raise ValueError(f"{run}: {key} of step {step} is no number, but {value!r}")
+            curves[key][step] = float(value)
+    return [dict(sorted(curve.items())) for curve in curves.values()]
 
 
 def mean_of_last(curve: Curve, share: float) -> float:

@@ -9,7 +9,7 @@ import torch
 from .step import (
     NEGLIGIBLE,
     StepRecord,
-    gradient_pairs,
+    gradient_errors,
     in_float32,
     largest_gradient,
     obvious_fault,
@@ -26,7 +26,7 @@ DEGREES = {
     "pp": "pipeline_parallel_degree",
 }
 # dp_shard = -1 is what the other degrees leave of the ranks.
-NO_DEGREES = {name: -1 if name == "dp_shard" else 1 for name in DEGREES}
+_NO_DEGREES = {name: -1 if name == "dp_shard" else 1 for name in DEGREES}
 # How much further than the reordered sums of one process a layout's may lie from them.
 _MARGIN = 20
 _LEAST_BOUND = 1e-5
@@ -47,7 +47,7 @@ class Layout:
     @property
     def flags(self) -> list[str]:
         """All degrees: those that the layout does not name are not the TOML file's."""
-        degrees = {**NO_DEGREES, **self.degrees}
+        degrees = {**_NO_DEGREES, **self.degrees}
         flags = [f"--parallelism.{DEGREES[name]}={degree}" for name, degree in degrees.items()]
         return [*flags, f"--zero.stage={self.zero}"]
 
@@ -82,8 +82,7 @@ def parse_layouts(text: str) -> list[Layout]:
 
 
 def _parse_layout(text: str) -> Layout:
-    degrees: dict[str, int] = {}
-    zero, named = 3, set()
+    numbers: dict[str, int] = {}
     for part in [] if text == "fsdp" else text.split(":"):
         name, _, number = part.partition("=")
         if not number.isdecimal() or name not in (*DEGREES, "zero"):
@@ -91,14 +90,11 @@ def _parse_layout(text: str) -> Layout:
                 f"{text!r}: must be fsdp, or degrees such as ep=2 or dp_replicate=2:ep=2; "
                 f"known are {', '.join(DEGREES)} and zero"
             )
-        if name in named:
+        if name in numbers:
             raise ValueError(f"{text!r}: {name} is given twice")
-        named.add(name)
-        if name == "zero":
-            zero = int(number)
-        else:
-            degrees[name] = int(number)
-    return Layout(text, degrees, zero)
+        numbers[name] = int(number)
+    zero = numbers.pop("zero", 3)
+    return Layout(text, numbers, zero)
 
 
 def all_layouts(num_ranks: int) -> list[Layout]:
@@ -146,10 +142,9 @@ def rounding_bounds(reference: StepRecord, reordered: StepRecord) -> dict[str, f
     for name, gradient in reference.gradients.items():
         if not gradient.isfinite().all():
             raise ValueError(f"gradient of {name} is not finite on one process")
-    least = largest_gradient(reference) * NEGLIGIBLE
     return {
-        name: max(_MARGIN * relative_error(found, expected, least), _LEAST_BOUND)
-        for name, found, expected in gradient_pairs(reordered, reference)
+        name: max(_MARGIN * error, _LEAST_BOUND)
+        for name, error in gradient_errors(reordered, reference).items()
     }
 
 
@@ -161,11 +156,7 @@ def judge(
     num_ranks: int,
 ) -> LayoutVerdict:
     """Compares gradients, new weights, loss, norm and expert counts with one process's."""
-    negligible = largest_gradient(reference) * NEGLIGIBLE
-    errors = {
-        name: relative_error(found, expected, negligible)
-        for name, found, expected in gradient_pairs(actual, reference)
-    }
+    errors = gradient_errors(actual, reference)
     # The first that is wrong, in the model's order; else the worst.
     wrong = [name for name, error in errors.items() if error > bounds.get(name, _LEAST_BOUND)]
     worst = wrong[0] if wrong else max(errors, key=lambda name: errors[name])

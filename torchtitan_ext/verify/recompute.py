@@ -8,15 +8,7 @@ from typing import Any
 
 from .graphs import CompiledBlock
 from .regions import BlockRecord, Visit
-from .step import (
-    NEGLIGIBLE,
-    StepRecord,
-    gradient_pairs,
-    in_float32,
-    largest_gradient,
-    obvious_fault,
-    relative_error,
-)
+from .step import StepRecord, gradient_errors, in_float32, obvious_fault
 
 # Of a parameter's largest gradient. Fused kernels round otherwise in a graph that recomputes; a
 # mask or a route that is not the forward's moves gradients by far more.
@@ -201,10 +193,10 @@ def _sum(counts: Iterable[Counter[str]]) -> dict[str, int]:
 def _compare_gradients(
     actual: StepRecord, reference: StepRecord, verdicts: list[LayerVerdict]
 ) -> None:
-    least = largest_gradient(reference) * NEGLIGIBLE
-    for name, found, expected in gradient_pairs(actual, reference):
-        error = relative_error(found, expected, least)
+    for name, error in gradient_errors(actual, reference).items():
         verdict = next((v for v in verdicts if name.startswith(v.name + ".")), verdicts[-1])
         if error > verdict.worst_gradient_error or verdict.worst_parameter is None:
             verdict.worst_gradient_error, verdict.worst_parameter = error, name
-            verdict.worst_gradient_fault = obvious_fault(found, expected)
+            verdict.worst_gradient_fault = obvious_fault(
+                actual.gradients.get(name), reference.gradients.get(name)
+            )

@@ -103,7 +103,7 @@ class RegionRecorder(TorchDispatchMode):
             )
             if output is None:  # ended by the checkpoint, which needed no more
                 return
-            visit.output = _hash_tensors(output)
+            visit.output = hash_tensors(output)
             first = output[0] if isinstance(output, tuple) else output
             if first.requires_grad and visit in record.forwards:
                 first.register_hook(lambda _: self._enter_backward(record))
@@ -117,7 +117,7 @@ class RegionRecorder(TorchDispatchMode):
     def _after_router(self, module: nn.Module, args: Any, routing: Any) -> None:
         if self._current is not None:
             chosen = (routing.topk_expert_ids_TK, routing.tokens_per_expert_E)
-            self._current[1].routing.append(_hash_tensors(chosen))
+            self._current[1].routing.append(hash_tensors(chosen))
 
     def _enter_backward(self, record: BlockRecord) -> None:
         self._backward_block = record
@@ -136,7 +136,7 @@ class RegionRecorder(TorchDispatchMode):
         if kind is not None:
             visit.collectives[kind] += 1
         if draws_random_numbers(func, args, kwargs):
-            visit.masks.append(_hash_tensors(output, zeros_only=True))
+            visit.masks.append(hash_tensors(output, zeros_only=True))
         pinned = is_always_kept(func, args, kwargs)
         if pinned or func in self._watched_ops:
             visit.ops.append(str(func))
@@ -170,10 +170,15 @@ def _state_of(block: nn.Module) -> dict[str, Any]:
         }
         for name, value in (values | module._buffers).items():
             state[f"{prefix}.{name}".lstrip(".")] = _fingerprint(value)
-        for of in type(module).__mro__:
-            if not of.__module__.startswith(("torch.", "builtins")):
-                state |= {f"{of.__name__}.{n}": _fingerprint(v) for n, v in _data_of(of)}
+    for of in {of for module in block.modules() for of in type(module).__mro__}:
+        if not _is_of_torch(of):
+            state |= {f"{of.__name__}.{name}": _fingerprint(v) for name, v in _data_of(of)}
     return state
+
+
+def _is_of_torch(of: type) -> bool:
+    """Or Python's own; such objects may have caches."""
+    return of.__module__.split(".")[0] in ("torch", "builtins")
 
 
 def _data_of(of: type) -> list[tuple[str, Any]]:
@@ -189,7 +194,7 @@ def _fingerprint(value: Any, *, inside: bool = True) -> Any:
     if inside and _is_plain_object(value):
         return id(value), {n: _fingerprint(v, inside=False) for n, v in vars(value).items()}
     if isinstance(value, torch.Tensor):
-        return id(value), _hash_tensors(value)
+        return id(value), hash_tensors(value)
     if isinstance(value, list | tuple | set | dict):
         return id(value), repr(value)
     # A number is compared as one, anything else by which object it is.
@@ -197,10 +202,11 @@ def _fingerprint(value: Any, *, inside: bool = True) -> Any:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether it is of a class of the user's, no module or callable: torch's own have caches."""
-    is_torchs = type(value).__module__.split(".")[0] in ("torch", "builtins")
+    """Whether it is of a class of the user's, and no module or callable."""
     return hasattr(value, "__dict__") and not (
-        is_torchs or callable(value) or isinstance(value, torch.nn.Module | torch.Tensor)
+        _is_of_torch(type(value))
+        or callable(value)
+        or isinstance(value, torch.nn.Module | torch.Tensor)
     )
 
 
@@ -215,7 +221,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def _hash_tensors(value: Any, *, zeros_only: bool = False) -> str:
+def hash_tensors(value: Any, *, zeros_only: bool = False) -> str:
+    """A hash of all bits and shapes of what a module takes or returns, or of where it is zero."""
     digest = hashlib.sha256()
     with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
         for tensor in tensors_in(value):

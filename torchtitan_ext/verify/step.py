@@ -2,8 +2,6 @@
 
 import copy
 import itertools
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +16,7 @@ from torchtitan_ext.distributed.layer_wrap import LayerPlan, plans_of
 from torchtitan_ext.trainer import ExtTrainer
 
 from .graphs import CompiledBlock, GraphRecorder
-from .regions import BlockRecord, RegionRecorder
+from .regions import BlockRecord, RegionRecorder, hash_tensors
 
 NEGLIGIBLE = 1e-4
 """Of the model's largest gradient: one this small may be rounding; attention's key bias has none.
@@ -98,14 +96,14 @@ def obvious_fault(found: torch.Tensor | None, expected: torch.Tensor | None) -> 
     return "" if found.isfinite().all() else "is not finite"
 
 
-def gradient_pairs(
-    actual: StepRecord, reference: StepRecord
-) -> Iterator[tuple[str, torch.Tensor | None, torch.Tensor | None]]:
-    """Each parameter that has a gradient in either step, in the model's order, and the two."""
-    for name in reference.weights:
-        found, expected = actual.gradients.get(name), reference.gradients.get(name)
-        if found is not None or expected is not None:
-            yield name, found, expected
+def gradient_errors(actual: StepRecord, reference: StepRecord) -> dict[str, float]:
+    """:func:`relative_error` of each gradient that is in either step, in the model's order."""
+    least = largest_gradient(reference) * NEGLIGIBLE
+    return {
+        name: relative_error(actual.gradients.get(name), reference.gradients.get(name), least)
+        for name in reference.weights
+        if name in actual.gradients or name in reference.gradients
+    }
 
 
 def record_step(config: Any, *, inside_blocks: bool = False) -> StepRecord:
@@ -189,11 +187,7 @@ def full_tensors(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
         value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         full[name.replace(CHECKPOINT_PREFIX, "")] = value.detach().cpu().clone()
     # Of replicas, which DTensor believes to be equal, a rank gets its own.
-    own = {name: _checksum(tensor) for name, tensor in full.items()}
-    ranks: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+    own = {name: hash_tensors(tensor) for name, tensor in full.items()}
+    ranks: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(ranks, own)
     return full, [name for name in full if len({rank.get(name) for rank in ranks}) > 1]
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
