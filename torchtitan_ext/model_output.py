@@ -6,12 +6,14 @@ import torch
 
 
 class ModelOutput(NamedTuple):
-    """Shapes: B batch, S sequence, V vocabulary, L MoE layers, E experts, M label positions,
-    T = B * S tokens, K experts of each.
+    """Shapes: B batch, S sequence, D model, V vocabulary, L MoE layers, E experts, M label
+    positions, T = B * S tokens, K experts of each.
     """
 
     logits: torch.Tensor
-    """(B, S, V), or (B, M, V) at ``label_positions``."""
+    """(B, S, V), or (B, M, V) at ``label_positions``; the (B, S, D) hidden state of a model's part
+    that does not have the head.
+    """
     tokens_per_expert: torch.Tensor | None = None
     """Tokens of this process that each layer's router sent to each expert, (L, E) int64."""
     label_positions: torch.Tensor | None = None

@@ -1,7 +1,7 @@
 """What a model package registers: torchtitan's TrainSpec, and a check of configurations."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -14,6 +14,9 @@ class ExtTrainSpec(TrainSpec):
 
     sections: frozenset[str] = frozenset()
     """Sections of the configuration that the model reads, of those that only some models do."""
+
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    """Features, by their names in distributed/support.py, that the model can't have, and why."""
 
     check_config: Callable[[JobConfig, ParallelDims], None] | None = None
     """

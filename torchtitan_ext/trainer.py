@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import profile
 from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils as torchtitan_utils
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
@@ -18,9 +18,12 @@ from .components.load_balance import ExpertLoad
 from .components.loss import next_sentence_loss
 from .components.metrics import ExtMetricsProcessor
 from .components.profiling import maybe_profile
-from .components.random_state import seed_step
+from .components.random_state import Place, seed_step
 from .components.routing import Share, StepRouting
 from .device import DEVICE_TYPE, keep_freed_memory
+from .distributed.context_parallel import share_batch
+from .distributed.mesh import ExtParallelDims
+from .distributed.pipeline import Pipeline, without_false_warnings
 from .distributed.zero import StateBytes, share_micro_batch
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -30,25 +33,27 @@ class ExtTrainer(Trainer):
     """Knows no model: it asks one for a :class:`ModelOutput` and hands the parts on."""
 
     metrics_processor: ExtMetricsProcessor
+    parallel_dims: ExtParallelDims
 
     def __init__(self, job_config: JobConfig) -> None:
-        super().__init__(job_config)
-        if self.parallel_dims.dp_enabled:
+        with without_false_warnings():
+            super().__init__(job_config)
+        self.pipeline: Pipeline | None = getattr(self, "pp_schedule", None)
+        if self.parallel_dims.data_parallel_enabled:
             # FSDP2 casts parameters, also where it replicates them: autocast would cast again.
             self._disable_autocast()
-        loss_mesh = self.parallel_dims.get_optional_mesh("loss")
-        self.expert_load = ExpertLoad(self.model_parts, loss_mesh)
+        pp_mesh = self.parallel_dims.get_optional_mesh("pp")
+        self.expert_load = ExpertLoad(self.model_parts, self._meshes_of_tokens(), pp_mesh)
         self.metrics_processor.expert_load = self.expert_load
         # Before the step's metrics are logged, and before the next forward reads the biases.
         self.optimizers.register_step_pre_hook(lambda *_: self.expert_load.finish_step())
         self.seed = job_config.debug.seed or 0
         """What every random number of the training comes from."""
-        batch_mesh = self.parallel_dims.get_optional_mesh("batch")
-        self.data_rank = batch_mesh.get_local_rank() if batch_mesh is not None else 0
-        self._num_data_ranks = batch_mesh.size() if batch_mesh is not None else 1
-        (model,) = self.model_parts
-        share = Share(self.data_rank, self._num_data_ranks, job_config.training.local_batch_size)
-        self.routing = StepRouting(job_config, model, share)
+        self.place = Place(*(self._rank_on(axis) for axis in ("batch", "cp", "tp", "pp")))
+        self._num_data_ranks = self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
+        share = Share(self.place.data, self._num_data_ranks, job_config.training.local_batch_size)
+        # A part will do: [routing] is refused with several.
+        self.routing = StepRouting(job_config, self.model_parts[0], share)
         self._zero_stage = job_config.zero.stage if self.parallel_dims.fsdp_enabled else 1
         self._micro_batch = 0
         self.state_bytes = StateBytes()
@@ -62,12 +67,22 @@ class ExtTrainer(Trainer):
         local_batch_size = self.job_config.training.local_batch_size
         return local_batch_size * self.gradient_accumulation_steps * self._num_data_ranks
 
-    def init_distributed(self) -> ParallelDims:
+    def _rank_on(self, axis: str) -> int:
+        mesh = self.parallel_dims.get_optional_mesh(axis)
+        return 0 if mesh is None else mesh.get_local_rank()
+
+    def _meshes_of_tokens(self) -> list[DeviceMesh]:
+        """Axes whose ranks route different tokens of a step."""
+        axes = ["loss", "tp"] if self.parallel_dims.tensor_parallel_splits_tokens else ["loss"]
+        meshes = (self.parallel_dims.get_optional_mesh(axis) for axis in axes)
+        return [mesh for mesh in meshes if mesh is not None]
+
+    def init_distributed(self) -> ExtParallelDims:
         if DEVICE_TYPE == "cpu":
             # Only NCCL has a flight recorder: don't leave an empty folder for its traces.
             self.job_config.comm.trace_buf_size = 0
             keep_freed_memory()
-        return super().init_distributed()
+        return ExtParallelDims.extending(super().init_distributed())
 
     def forward_backward_step(
         self,
@@ -81,23 +96,26 @@ class ExtTrainer(Trainer):
             input_dict, labels
         )
         next_sentence_labels = extra_inputs.pop("next_sentence_labels", None)
-        (model,) = self.model_parts
         if self._micro_batch == 0:
             # Here and not earlier: the dataloader draws a random number when it starts.
-            seed_step(self.seed, self.data_rank, self.step)
+            seed_step(self.seed, self.place, self.step)
         extra_kwargs |= self.routing.arguments(self.step, self._micro_batch, inputs)
         self._micro_batch += 1
+        # Not by zero, though a batch of padded text may have nothing to predict.
+        num_labels = torch.as_tensor(global_valid_tokens).clamp(min=1)
+        if self.pipeline is not None:
+            return self._pipeline_step(inputs, labels, num_labels, **extra_inputs, **extra_kwargs)
+        (model,) = self.model_parts
         is_last = self._micro_batch == self.gradient_accumulation_steps
         share_micro_batch(model, self._zero_stage, is_last=is_last)
         with self.train_context():
             with self.maybe_enable_amp:
                 output = model(inputs, **extra_inputs, **extra_kwargs)
-                # Not by zero, though a batch of padded text may have nothing to predict.
-                num_labels = torch.as_tensor(global_valid_tokens).clamp(min=1)
                 loss = self.loss_fn(output, labels) / num_labels
                 if next_sentence_labels is not None:
                     loss += (
-                        next_sentence_loss(output, next_sentence_labels) / self.global_batch_size
+                        next_sentence_loss(output, next_sentence_labels, self.place)
+                        / self.global_batch_size
                     )
             if output.tokens_per_expert is not None:
                 self.expert_load.add(output.tokens_per_expert)
@@ -108,6 +126,37 @@ class ExtTrainer(Trainer):
             loss.backward()
         if self._measures_state:
             self.state_bytes.after_backward(model)
+        return loss
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
+        """This rank's part of a batch: inputs, labels, further inputs, and nothing else."""
+        if self.parallel_dims.cp_enabled:
+            input_dict, labels = share_batch(input_dict, labels, self.parallel_dims.get_mesh("cp"))
+        extra_inputs = {name: value for name, value in input_dict.items() if name != "input"}
+        return input_dict["input"], labels, extra_inputs, {}
+
+    def _pipeline_step(
+        self,
+        inputs: torch.Tensor,
+        labels: torch.Tensor,
+        num_labels: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """As :meth:`forward_backward_step`; the loss is that of all stages' ranks."""
+        assert self.pipeline is not None
+        parts = self.model_parts
+        if self._measures_state:
+            self.pipeline.on_forward = lambda: self.state_bytes.after_forward(*parts)
+        with self.train_context():
+            loss = self.pipeline.step(inputs, labels, num_labels, **kwargs)
+        self.pipeline.on_forward = None
+        tokens_per_expert = self.pipeline.tokens_per_expert()
+        if tokens_per_expert is not None:
+            self.expert_load.add(tokens_per_expert)
+        if self._measures_state:
+            self.state_bytes.after_backward(*parts)
         return loss
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
@@ -159,6 +208,9 @@ class ExtTrainer(Trainer):
         super().close()
         # A compiled model that outlives the process group can end in std::terminate.
         self.model_parts.clear()
+        self.pipeline = None
+        for holder in ("pp_schedule", "validator"):
+            self.__dict__.pop(holder, None)
         torch._dynamo.reset()
         gc.collect()
 

@@ -20,6 +20,7 @@ from .args import BertModelArgs
 from .checks import check_config
 from .flavors import FLAVORS
 from .model import BertModel
+from .plan import PARALLEL_PLAN
 from .state_dict_adapter import BertStateDictAdapter
 
 __all__ = ["FLAVORS", "BertModel", "BertModelArgs", "BertStateDictAdapter", "get_train_spec"]
@@ -30,7 +31,7 @@ def get_train_spec() -> ExtTrainSpec:
     return ExtTrainSpec(
         model_cls=BertModel,
         model_args=FLAVORS,
-        parallelize_fn=parallelize,
+        parallelize_fn=functools.partial(parallelize, plan=PARALLEL_PLAN),
         pipelining_fn=None,
         build_optimizers_fn=build_optimizer,
         build_lr_schedulers_fn=build_lr_schedulers,
@@ -44,4 +45,9 @@ def get_train_spec() -> ExtTrainSpec:
         state_dict_adapter=BertStateDictAdapter,
         sections=frozenset({"mlm", "dropout"}),
         check_config=check_config,
+        unsupported={
+            "ep": "the model has no experts",
+            "etp": "the model has no experts",
+            "pp": "its decoder, on the last stage, has the embedding's weight, on the first",
+        },
     )

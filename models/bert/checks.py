@@ -6,7 +6,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan_ext.data.masked_lm import check_masked_lm
 from torchtitan_ext.distributed.checkpoint_policy import SaveOps
 from torchtitan_ext.distributed.layer_wrap import resolve_layer_plans
-from torchtitan_ext.model_checks import check_keys_of_experts, load_tokenizer
+from torchtitan_ext.model_checks import (
+    check_keys_of_experts,
+    check_sequence_split,
+    check_tensor_parallel,
+    load_tokenizer,
+)
 
 from .args import BertModelArgs
 from .flavors import FLAVORS
@@ -15,11 +20,13 @@ from .flavors import FLAVORS
 def check_config(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
     """Raises ValueError, as ``[section] key = value: rule``, for what the model can't do."""
     args = FLAVORS[job_config.model.flavor]
-    if parallel_dims.ep > 1:
-        raise ValueError(
-            f"[parallelism] expert_parallel_degree = {parallel_dims.ep}: must be 1, as the model "
-            "has no experts"
-        )
+    sizes = {
+        "attention heads": args.n_heads,
+        "channels of a feed-forward": args.hidden_dim,
+        "tokens of the vocabulary": args.vocab_size,
+    }
+    check_tensor_parallel(parallel_dims, sizes)
+    check_sequence_split(job_config, parallel_dims, args.n_heads)
     check_keys_of_experts(job_config)
     _check_seq_len(job_config, args)
     tokenizer = load_tokenizer(job_config, args.vocab_size)

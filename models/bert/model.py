@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchtitan.protocols import ModelProtocol
 
+from torchtitan_ext.components.attention import BidirectionalAttention
 from torchtitan_ext.components.initialize import (
     Initializer,
     Ones,
@@ -25,25 +26,19 @@ class Attention(nn.Module):
 
     def __init__(self, args: BertModelArgs) -> None:
         super().__init__()
-        self.n_heads = args.n_heads
-        self.dropout = args.attention_dropout
+        self.head_dim = args.dim // args.n_heads
         self.wq = nn.Linear(args.dim, args.dim)
         self.wk = nn.Linear(args.dim, args.dim)
         self.wv = nn.Linear(args.dim, args.dim)
+        self.core = BidirectionalAttention(args.attention_dropout)
         self.wo = nn.Linear(args.dim, args.dim)
 
     def forward(self, x_BSD: torch.Tensor, is_token_B11S: torch.Tensor | None) -> torch.Tensor:
         q_BHSK, k_BHSK, v_BHSK = (
-            projection(x_BSD).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+            projection(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.wq, self.wk, self.wv)
         )
-        out_BHSK = F.scaled_dot_product_attention(
-            q_BHSK,
-            k_BHSK,
-            v_BHSK,
-            attn_mask=is_token_B11S,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
+        out_BHSK = self.core(q_BHSK, k_BHSK, v_BHSK, is_token_B11S)
         return self.wo(out_BHSK.transpose(1, 2).flatten(2))
 
 
@@ -85,7 +80,16 @@ class MaskedLMHead(nn.Module):
         self.norm = nn.LayerNorm(args.dim, eps=args.norm_eps)
         self.bias = nn.Parameter(torch.empty(args.vocab_size))
 
-    def forward(self, x_BMD: torch.Tensor, embedding_VD: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        x_BSD: torch.Tensor,
+        masked_positions: torch.Tensor | None,
+        embedding_VD: torch.Tensor,
+    ) -> torch.Tensor:
+        x_BMD = x_BSD
+        if masked_positions is not None:
+            # The product with the vocabulary is most of a small model's work: spare it the rest.
+            x_BMD = x_BSD.gather(1, masked_positions.unsqueeze(-1).expand(-1, -1, x_BSD.shape[-1]))
         x_BMD = self.norm(F.gelu(self.dense(x_BMD)))
         return F.linear(x_BMD, embedding_VD, self.bias)
 
@@ -141,10 +145,7 @@ class BertModel(ModelProtocol):
         next_sentence_logits = None
         if self.next_sentence_head is not None:
             next_sentence_logits = self.next_sentence_head(x_BSD)
-        if masked_positions is not None:
-            # The product with the vocabulary is most of a small model's work: spare it the rest.
-            x_BSD = x_BSD.gather(1, masked_positions.unsqueeze(-1).expand(-1, -1, x_BSD.shape[-1]))
-        logits = self.mlm_head(x_BSD, self.tok_embeddings.weight)
+        logits = self.mlm_head(x_BSD, masked_positions, self.tok_embeddings.weight)
         return ModelOutput(
             logits, label_positions=masked_positions, next_sentence_logits=next_sentence_logits
         )

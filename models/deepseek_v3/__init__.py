@@ -12,12 +12,14 @@ from torchtitan_ext.components.optimizer import build_optimizer
 from torchtitan_ext.components.validate import TextValidator
 from torchtitan_ext.data.text import build_text_dataloader, build_text_validation_dataloader
 from torchtitan_ext.distributed.parallelize import parallelize
+from torchtitan_ext.distributed.pipeline import pipeline
 from torchtitan_ext.train_spec import ExtTrainSpec
 
 from .args import DeepSeekV3ModelArgs
 from .checks import check_config
 from .flavors import FLAVORS
 from .model import DeepSeekV3Model
+from .plan import PARALLEL_PLAN
 
 __all__ = ["FLAVORS", "DeepSeekV3Model", "DeepSeekV3ModelArgs", "get_train_spec"]
 
@@ -27,8 +29,8 @@ def get_train_spec() -> ExtTrainSpec:
     return ExtTrainSpec(
         model_cls=DeepSeekV3Model,
         model_args=FLAVORS,
-        parallelize_fn=parallelize,
-        pipelining_fn=None,
+        parallelize_fn=functools.partial(parallelize, plan=PARALLEL_PLAN),
+        pipelining_fn=pipeline,
         build_optimizers_fn=build_optimizer,
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=build_text_dataloader,

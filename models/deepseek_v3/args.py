@@ -39,7 +39,7 @@ class DeepSeekV3ModelArgs(BaseModelArgs):
 
     # Rotary positions, stretched by YaRN (arXiv:2309.00071) beyond original_seq_len
     max_seq_len: int = 4096
-    """Longest sequence; the run sets it from [training] seq_len."""
+    """Longest sequence; the run sets it from [training] and [validation] seq_len."""
     original_seq_len: int = 4096
     rope_theta: float = 10000.0
     rope_factor: float = 40.0
@@ -60,6 +60,8 @@ class DeepSeekV3ModelArgs(BaseModelArgs):
 
     def update_from_config(self, job_config: JobConfig, **kwargs: object) -> None:
         self.max_seq_len = job_config.training.seq_len
+        if job_config.validation.enable:
+            self.max_seq_len = max(self.max_seq_len, job_config.validation.seq_len)
         self.init_seed = job_config.debug.seed or 0
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchtitan.protocols import ModelProtocol
 
-from torchtitan_ext.components.attention import causal_attention
+from torchtitan_ext.components.attention import CausalAttention
 from torchtitan_ext.components.initialize import (
     Initializer,
     Normal,
@@ -35,7 +35,6 @@ class Attention(nn.Module):
         self.qk_rope_head_dim = args.qk_rope_head_dim
         self.qk_head_dim = args.qk_head_dim
         self.v_head_dim = args.v_head_dim
-        self.scale = attention_scale(args)
         self.has_query_latent = args.q_lora_rank > 0
 
         queries = args.n_heads * args.qk_head_dim
@@ -49,14 +48,13 @@ class Attention(nn.Module):
         self.kv_norm = nn.RMSNorm(args.kv_lora_rank, eps=args.norm_eps)
         keys_and_values = args.n_heads * (args.qk_nope_head_dim + args.v_head_dim)
         self.wkv_b = nn.Linear(args.kv_lora_rank, keys_and_values, bias=False)
+        self.core = CausalAttention(attention_scale(args))
         self.wo = nn.Linear(args.n_heads * args.v_head_dim, args.dim, bias=False)
 
     def forward(self, x_BSD: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
         q_BHSQ = self._queries(x_BSD, rope).transpose(1, 2)
         k_BSHQ, v_BSHW = self._keys_and_values(x_BSD, rope)
-        out_BHSW = causal_attention(
-            q_BHSQ, k_BSHQ.transpose(1, 2), v_BSHW.transpose(1, 2), self.scale
-        )
+        out_BHSW = self.core(q_BHSQ, k_BSHQ.transpose(1, 2), v_BSHW.transpose(1, 2))
         return self.wo(out_BHSW.transpose(1, 2).flatten(2))
 
     def _queries(self, x_BSD: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
@@ -104,7 +102,11 @@ class TransformerBlock(nn.Module):
 
 
 class DeepSeekV3Model(ModelProtocol):
-    """Token ids in, :class:`ModelOutput` out."""
+    """Token ids in, :class:`ModelOutput` out.
+
+    A part of the model has some of the layers, and None in place of other modules: without the
+    embedding it takes a hidden state, without norm and output it returns one.
+    """
 
     rope: torch.Tensor
 
@@ -128,11 +130,11 @@ class DeepSeekV3Model(ModelProtocol):
         """Runs the model.
 
         Args:
-            tokens_BS: token ids.
+            tokens_BS: token ids; (B, S, D) hidden state for a part without the embedding.
             given_expert_ids: the experts of each token, (T, K) a MoE layer; otherwise the routers
                 choose.
         """
-        h_BSD = self.tok_embeddings(tokens_BS)
+        h_BSD = tokens_BS if self.tok_embeddings is None else self.tok_embeddings(tokens_BS)
         given = iter(given_expert_ids)
         counts, expert_ids = [], []
         for layer in self.layers.values():
@@ -142,10 +144,11 @@ class DeepSeekV3Model(ModelProtocol):
             if tokens_per_expert_E is not None:
                 counts.append(tokens_per_expert_E)
                 expert_ids.append(ids_TK)
-        logits_BSV = self.output(self.norm(h_BSD))
+        for module in (self.norm, self.output):
+            h_BSD = h_BSD if module is None else module(h_BSD)
         if not counts:
-            return ModelOutput(logits_BSV)
-        return ModelOutput(logits_BSV, torch.stack(counts), expert_ids=tuple(expert_ids))
+            return ModelOutput(h_BSD)
+        return ModelOutput(h_BSD, torch.stack(counts), expert_ids=tuple(expert_ids))
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         """Fills parameters and buffers of the materialised model.

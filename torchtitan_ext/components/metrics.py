@@ -41,6 +41,10 @@ class ExtMetricsProcessor(MetricsProcessor):
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
         extra_metrics = dict(extra_metrics or {})
+        # torchtitan sums over the ranks that share sequences, too; each has counted all of them.
+        extra_metrics["n_tokens_seen"] = (
+            int(extra_metrics["n_tokens_seen"]) // self.parallel_dims.cp
+        )
         num_steps = step - self._last_logged_step
         seconds = time.perf_counter() - self.time_last_log
         data_ranks = self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
@@ -50,7 +54,7 @@ class ExtMetricsProcessor(MetricsProcessor):
             "grad_norm": grad_norm,
             "lr": extra_metrics["lr"],
             "tokens_per_second": self.ntokens_since_last_log * data_ranks / seconds,
-            "tokens_seen": int(extra_metrics["n_tokens_seen"]),
+            "tokens_seen": extra_metrics["n_tokens_seen"],
             "step_seconds": seconds / num_steps,
             "data_seconds": sum(self.data_loading_times) / num_steps,
             "peak_memory_gib": self.device_memory_monitor.get_peak_stats().max_reserved_gib,

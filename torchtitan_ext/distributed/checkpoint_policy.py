@@ -116,18 +116,28 @@ class SaveOps:
         self._called.add(op)
         return op in self.kept
 
+    @property
+    def uncalled(self) -> set[str]:
+        """The names of the user's whose operators no layer has called."""
+        return {name for name, ops in self._named.items() if self._called.isdisjoint(ops)}
+
     def check_called(self) -> None:
         """Raises ValueError for a name of the user's whose operator no layer has called."""
-        for name, overloads in self._named.items():
-            if self._called.isdisjoint(overloads):
-                raise ValueError(
-                    f'[layer_wrap] save_ops = "{name}": matches no operator of the layers with '
-                    '"op" checkpointing'
-                )
+        for name in self._named:
+            if name in self.uncalled:
+                raise no_operator(name)
 
     @property
     def is_default(self) -> bool:
         return not self._named
+
+
+def no_operator(name: str) -> ValueError:
+    """The error for a name of [layer_wrap] save_ops that no layer has met."""
+    return ValueError(
+        f'[layer_wrap] save_ops = "{name}": matches no operator of the layers with "op" '
+        "checkpointing"
+    )
 
 
 def build_context_fn(
@@ -162,13 +172,20 @@ def _policy(
     save_ops: SaveOps | None, recompute_shapes: frozenset[tuple[int, int]]
 ) -> Callable[..., CheckpointPolicy]:
     num_mm: Counter[bool] = Counter()
+    last_collective: Any = None
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        nonlocal last_collective
+        if op.namespace == "_c10d_functional" and op != _c10d.wait_tensor.default:
+            last_collective = op
         if draws_random_numbers(op, args, kwargs):
             return CheckpointPolicy.PREFER_RECOMPUTE
         if is_always_kept(op, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         if save_ops is None or not save_ops.keep(op):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if op == _c10d.wait_tensor.default and last_collective not in save_ops.kept:
+            # Its result is that of a collective that runs again: what a region has gathered.
             return CheckpointPolicy.PREFER_RECOMPUTE
         if op in _WEIGHT_ARGUMENT:
             if tuple(args[_WEIGHT_ARGUMENT[op]].shape) in recompute_shapes:

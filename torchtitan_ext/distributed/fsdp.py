@@ -18,26 +18,26 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 )
 from torch.distributed.tensor import Shard
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from torchtitan_ext.device import DEVICE_TYPE
 from torchtitan_ext.moe import moe_layers
 
 from .gloo import use_all_to_all_reduce_scatter
+from .mesh import ExtParallelDims
 
 ShardPlacementFn = Callable[[nn.Parameter], ShardPlacementResult]
 
 
 def apply_data_parallel(
-    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+    model: nn.Module, parallel_dims: ExtParallelDims, job_config: JobConfig
 ) -> None:
     """Shards, or replicates, parameters over the data parallel ranks.
 
     Gradients are summed over ranks, not averaged: the loss is already divided by the number of
     tokens of the whole batch.
     """
-    if not parallel_dims.dp_enabled:
+    if not parallel_dims.data_parallel_enabled:
         return
     training = job_config.training
     mp_policy = MixedPrecisionPolicy(
@@ -47,17 +47,26 @@ def apply_data_parallel(
         cast_forward_inputs=False,
     )
     if parallel_dims.fsdp_enabled:
-        keeps_parameters = job_config.parallelism.fsdp_reshard_after_forward == "never"
-        reshard = job_config.zero.stage == 3 and not keeps_parameters
+        reshard = job_config.zero.stage == 3 and gives_up_parameters(job_config)
         _fully_shard(model, parallel_dims, mp_policy, reshard_after_forward=reshard)
     else:
         _replicate(model, parallel_dims.get_mesh("dp_replicate"), mp_policy)
     _sum_gradients(model)
 
 
+def gives_up_parameters(job_config: JobConfig) -> bool:
+    """Whether [parallelism] fsdp_reshard_after_forward lets blocks give parameters up.
+
+    By default, as in torchtitan, not in a pipeline: it would gather them for each micro-batch.
+    """
+    choice = job_config.parallelism.fsdp_reshard_after_forward
+    in_pipeline = job_config.parallelism.pipeline_parallel_degree > 1
+    return choice == "always" or (choice == "default" and not in_pipeline)
+
+
 def _fully_shard(
     model: nn.Module,
-    parallel_dims: ParallelDims,
+    parallel_dims: ExtParallelDims,
     mp_policy: MixedPrecisionPolicy,
     *,
     reshard_after_forward: bool,
@@ -95,13 +104,15 @@ def _groups(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn
     """The blocks, gathered one by one, then the embedding and the head's modules.
 
     A head that is tied to the embedding (there is no ``output``) shares a group with it and with
-    all other modules: the model's own, which is gathered for the whole forward.
+    all other modules: the model's own, which is gathered for the whole forward. A pipeline stage
+    has None in place of what other stages hold.
     """
     children = dict(model.named_children())
     blocks = list(children["layers"].children())
-    if "output" not in children:
+    if not hasattr(model, "output"):
         return blocks, [], []
-    return blocks, [children["tok_embeddings"]], [children["norm"], children["output"]]
+    embedding = [children[name] for name in ("tok_embeddings",) if name in children]
+    return blocks, embedding, [children[name] for name in ("norm", "output") if name in children]
 
 
 def _shard_placement(

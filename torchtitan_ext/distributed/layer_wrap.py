@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torchtitan.config import JobConfig
@@ -15,8 +16,12 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_ext.config import CheckpointMode, match_layers
 
-from .checkpoint_policy import SaveOps, build_context_fn
+from .checkpoint_policy import SaveOps, build_context_fn, no_operator
 from .compile_cache import tag_compile_caches
+
+# Attributes of a model's part: the kinds of all layers of the model, and what was to be kept.
+_WHOLE = "layer_kinds_of_whole_model"
+_SAVE_OPS = "layer_wrap_save_ops"
 
 
 @dataclass(frozen=True)
@@ -82,11 +87,28 @@ def _default_checkpoint(job_config: JobConfig, position: int) -> CheckpointMode:
     return "full" if (position + 1) % every == 0 else "none"
 
 
+def remember_layers(model: nn.Module) -> None:
+    """To be called before a model is split: rules and positions count in all of its layers."""
+    setattr(model, _WHOLE, _layer_kinds(model))
+
+
 def plans_of(model: nn.Module, job_config: JobConfig) -> list[LayerPlan]:
-    """How the blocks in ``model.layers`` are to be wrapped, or have been."""
-    blocks = {int(name): block for name, block in model.get_submodule("layers").named_children()}
-    moe_layer_ids = {i for i, block in blocks.items() if getattr(block, "moe_enabled", False)}
-    return resolve_layer_plans(job_config, list(blocks), moe_layer_ids)
+    """How the blocks in ``model.layers`` are to be wrapped, or have been.
+
+    The model may be a copy, with fewer layers, of one that :func:`remember_layers` has seen.
+    """
+    own = _layer_kinds(model)
+    kinds = getattr(model, _WHOLE, own)
+    plans = resolve_layer_plans(
+        job_config, list(kinds), {i for i, is_moe in kinds.items() if is_moe}
+    )
+    return [plan for plan in plans if plan.layer_id in own]
+
+
+def _layer_kinds(model: nn.Module) -> dict[int, bool]:
+    """Whether each layer has experts."""
+    blocks = model.get_submodule("layers").named_children()
+    return {int(name): bool(getattr(block, "moe_enabled", False)) for name, block in blocks}
 
 
 def apply_layer_wrap(model: nn.Module, job_config: JobConfig) -> None:
@@ -107,7 +129,10 @@ def apply_layer_wrap(model: nn.Module, job_config: JobConfig) -> None:
                 fullgraph=True,
                 options=_compile_options(job_config),
             )
-    _check_save_ops_after_first_forward(model, save_ops)
+    if hasattr(model, _WHOLE):
+        setattr(model, _SAVE_OPS, save_ops)  # another part may have the layer that is meant
+    else:
+        _check_save_ops_after_first_forward(model, save_ops)
     logger.info(f"Applied checkpoint and compile to {len(plans)} layers:\n{_table(plans)}")
 
 
@@ -144,11 +169,23 @@ def _check_save_ops_after_first_forward(model: nn.Module, save_ops: SaveOps) -> 
     handle = model.register_forward_hook(check)
 
 
+def check_save_ops(parts: list[nn.Module], group: dist.ProcessGroup) -> None:
+    """After a forward of all parts of a model: the names of [layer_wrap] save_ops were all met.
+
+    A collective of the ranks that hold the parts. Raises ValueError.
+    """
+    uncalled: list[Any] = [None] * dist.get_world_size(group)
+    own = [getattr(part, _SAVE_OPS).uncalled for part in parts]
+    dist.all_gather_object(uncalled, set.intersection(*own), group=group)
+    for name in sorted(set.intersection(*uncalled)):
+        raise no_operator(name)
+
+
 def _force_recompute_shapes(block: nn.Module, layer_id: int, ac: Any) -> frozenset[tuple[int, int]]:
     """Shapes of the transposed weights that [activation_checkpoint] says never to keep."""
     names = ac.per_op_sac_force_recompute_mm_shapes_by_fqns
     return frozenset(
-        (module.in_features, module.out_features)
+        (module.weight.shape[1], module.weight.shape[0])  # under TP, those of this rank's part
         for name, module in block.named_modules()
         if isinstance(module, nn.Linear)
         and any(part in f"layers.{layer_id}.{name}" for part in names)

@@ -56,15 +56,17 @@ class StateBytes:
     optimizer: int = 0
     """The optimizer's moments."""
 
-    def after_forward(self, model: nn.Module) -> None:
+    def after_forward(self, *parts: nn.Module) -> None:
         """Looks at the parameters, before a backward."""
-        self.shards = sum(map(_local_bytes, _shards(model)))
-        self.gathered = max(self.gathered, sum(map(_gathered_bytes, _fsdp_params(model))))
+        self.shards = sum(_local_bytes(p) for part in parts for p in _shards(part))
+        gathered = sum(_gathered_bytes(p) for part in parts for p in _fsdp_params(part))
+        self.gathered = max(self.gathered, gathered)
 
-    def after_backward(self, model: nn.Module) -> None:
+    def after_backward(self, *parts: nn.Module) -> None:
         """Looks at the gradients, before they are set to None."""
-        reduced = sum(_local_bytes(p.grad) for p in _shards(model) if p.grad is not None)
-        full = sum(map(_full_gradient_bytes, _fsdp_params(model)))
+        gradients = [p.grad for part in parts for p in _shards(part)]
+        reduced = sum(_local_bytes(gradient) for gradient in gradients if gradient is not None)
+        full = sum(_full_gradient_bytes(p) for part in parts for p in _fsdp_params(part))
         self.gradients = max(self.gradients, reduced + full)
 
     def after_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:

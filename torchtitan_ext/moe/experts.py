@@ -6,7 +6,6 @@ Shapes: R rows received, D model, F hidden, E experts (e of them local under exp
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from .grouped_mm import grouped_mm, grouped_mm_loop, has_grouped_mm
 
@@ -31,7 +30,7 @@ class GroupedExperts(nn.Module):
             x_RD: the rows of expert 0, then those of expert 1, and so on.
             tokens_per_expert_e: rows of each local expert; zero is fine, for some or for all.
         """
-        w1, w2, w3 = (_local(w).transpose(-2, -1) for w in (self.w1, self.w2, self.w3))
+        w1, w2, w3 = (w.transpose(-2, -1) for w in (self.w1, self.w2, self.w3))
         one_kernel = has_grouped_mm(x_RD.device, _dtype_of_products(x_RD), *w1.shape[1:])
         mm = grouped_mm if one_kernel else grouped_mm_loop
         h_RF = F.silu(mm(x_RD, w1, tokens_per_expert_e)) * mm(x_RD, w3, tokens_per_expert_e)
@@ -43,8 +42,3 @@ def _dtype_of_products(x: torch.Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return x.dtype
-
-
-def _local(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's experts, if expert parallelism shards them."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -78,7 +78,7 @@ class MoE(nn.Module):
         routing = self.router(x_TD, self.expert_bias, given_ids_TK)
         x_RD, tokens_per_local_expert, state = self.dispatcher.dispatch(x_TD, routing)
         y_RD = self.experts(x_RD, tokens_per_local_expert)
-        y_TD = self.dispatcher.combine(y_RD, routing, state)
+        y_BSD = self.dispatcher.combine(y_RD, routing, state).view_as(x_BSD)
         if self.shared_experts is not None:
-            y_TD = y_TD + self.shared_experts(x_TD)
-        return y_TD.view_as(x_BSD), routing.tokens_per_expert_E, routing.topk_expert_ids_TK
+            y_BSD = y_BSD + self.shared_experts(x_BSD)
+        return y_BSD, routing.tokens_per_expert_E, routing.topk_expert_ids_TK
