@@ -4,10 +4,10 @@
     python scripts/check_layouts.py --job.config_file=train_configs/deepseek_v3_debug.toml \\
         --ngpu 4 --layouts ep=2,dp_replicate=2:ep=2
 
---layouts is a list of "fsdp", degrees (dp_replicate, dp_shard, ep, tp, cp, pp) joined by colons,
-and zero=STAGE; or "all", every way to fill the ranks. A layout says all: degrees that it does not
-name are 1, the stage is 3, whatever the configuration has. What is refused is listed with the
-reason.
+--layouts is a list of "fsdp", degrees (dp_replicate, dp_shard, ep, etp, tp, cp, pp) joined by
+colons, and zero=STAGE; or "all", every way to fill the ranks. A layout says all: degrees that it
+does not name are 1, the stage is 3, whatever the configuration has. What is refused is listed with
+the reason.
 
 Each trains one step on the same global batch from the same weights, in float32, without clipping
 and dropout, with plain SGD, as Adam divides a wrong scale away. Compared with one process are each
@@ -16,8 +16,9 @@ replicas with one another. What counts as rounding is measured: one process sums
 another order, too. A wrong gradient that is a multiple of the right one is said to be, with the
 degree that the factor is.
 
-All other flags are the configuration's. The last line printed is one JSON object; the status is 0
-if no layout is wrong, else 1; 2 if there was nothing to check.
+All other flags are the configuration's; one that speaks of a parallelism, such as
+--parallelism.disable_loss_parallel, is for the layouts that have it. The last line printed is one
+JSON object; the status is 0 if no layout is wrong, else 1; 2 if there was nothing to check.
 """
 
 import argparse
@@ -67,20 +68,27 @@ def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     import torchtitan_ext.device  # noqa: F401
     from torchtitan_ext.verify.layouts import Layout, failed, judge, norm_of
 
-    alone = [*flags, *Layout("one process").flags]
+    one_process = Layout("one process")
+    alone = [*one_process.applicable(flags), *one_process.flags]
     try:
         training = load_config(alone, 1).training
     except ConfigError as error:
         load_config(flags, options.ngpu)  # raises if it is not the layout's fault
         raise ConfigError(f"one process, which layouts are compared with: {error}") from None
-    layouts, refused = _accepted_layouts(options, flags)
-    for name, reason in refused.items():
-        _show_row(name, "refused", reason)
+    batch = _global_batch(training, options.ngpu)
+    # Not every layout has as many data ranks as it has ranks.
+    flags_of_batch = [*flags, f"--training.global_batch_size={batch}"]
+    layouts, refused = _accepted_layouts(options, flags_of_batch)
+    for reason in dict.fromkeys(refused.values()):
+        names = [name for name, why in refused.items() if why == reason]
+        show(f"refused: {', '.join(names)}: {reason}")
     if not layouts:
         raise ConfigError(f"--layouts {options.layouts!r}: all are refused, so nothing was checked")
-    batch = _global_batch(training, options.ngpu)
     reference, bounds = _one_process(alone, batch, batch // options.ngpu)
-    tasks = [Task(name, [*flags, *layout.flags]) for name, layout in layouts.items()]
+    tasks = [
+        Task(name, [*layout.applicable(flags_of_batch), *layout.flags])
+        for name, layout in layouts.items()
+    ]
     rows = []
     for task, step in record_tasks(SCRIPT, tasks, options.ngpu):
         if isinstance(step, str):
@@ -153,7 +161,7 @@ def _accepted_layouts(
     accepted, refused = {}, {}
     for layout in asked:
         try:
-            load_config([*flags, *layout.flags], options.ngpu)
+            load_config([*layout.applicable(flags), *layout.flags], options.ngpu)
         except ConfigError as error:
             refused[layout.name] = str(error)
         else:
@@ -169,7 +177,7 @@ def _record(task: Task, config: Any) -> Any:
 
 
 def _show_row(layout: str, verdict: str, detail: str) -> None:
-    start = f"{layout:<22}  {verdict:<8}  "
+    start = f"{layout:<26}  {verdict:<8}  "
     show(start + detail, indent=len(start))
 
 

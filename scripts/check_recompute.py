@@ -49,6 +49,7 @@ def main() -> int:
         if not lead_torchrun(options):
             return 0
         config = load_config(flags, options.ngpu)  # refused before any rank starts
+        _refuse_pipeline(config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -62,6 +63,16 @@ def _parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--ngpu", type=at_least_one, default=1, help="ranks to start (1)")
     parser.add_argument("--tasks", type=Path, help=argparse.SUPPRESS)
     return parser.parse_known_args()
+
+
+def _refuse_pipeline(config: Any) -> None:
+    degree = config.parallelism.pipeline_parallel_degree
+    if degree > 1:
+        raise ConfigError(
+            f"[parallelism] pipeline_parallel_degree = {degree}: in a pipeline, forwards of some "
+            "micro-batches come between backwards of others, and what a layer runs again can't be "
+            "told from what it runs next; check with 1, as layers are wrapped alike"
+        )
 
 
 def _compiles(config: Any) -> bool:

@@ -1,6 +1,7 @@
 """Starts a script on several ranks of this machine, by torchrun."""
 
 import argparse
+import logging
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ _HARMLESS_WARNINGS = (
     "DTensor random operators",
     # torchtitan asks for autocast in float32, which then is off, as it should be
     "In CPU autocast, but the target dtype is not supported",
+    "Set timeout is now only supported",  # torchtitan asks for it on groups of one rank, too
     ".*returned a view tensor. An in-place op",  # nothing changes logits in place
 )
 
@@ -30,6 +32,8 @@ def ignore_harmless_warnings() -> None:
     """For a process that trains."""
     for message in _HARMLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+    # Says at each of several meshes that a norm, or a gathered tensor, takes two collectives.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def load_config(flags: list[str], world_size: int) -> Any:

@@ -1,5 +1,6 @@
 """Checks of a configuration that the models share; see ExtTrainSpec.check_config."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -48,6 +49,55 @@ def check_keys_of_experts(job_config: JobConfig) -> None:
             raise ValueError(
                 f'{key} = {as_toml(value)}: has no effect, as flavor "{flavor}" has no experts'
             )
+
+
+def check_tensor_parallel(parallel_dims: ParallelDims, sizes: Mapping[str, int]) -> None:
+    """Checks that what tensor parallelism splits comes apart evenly. Raises ValueError.
+
+    Args:
+        sizes: what each rank gets an equal part of, by its name.
+    """
+    tp = parallel_dims.tp
+    for name, size in sizes.items():
+        if size % tp:
+            raise ValueError(
+                f"[parallelism] tensor_parallel_degree = {tp}: must divide the model's "
+                f"{size} {name}"
+            )
+
+
+def check_sequence_split(
+    job_config: JobConfig, parallel_dims: ParallelDims, num_heads: int
+) -> None:
+    """Checks that context and tensor parallelism can split sequences. Raises ValueError."""
+    tp, cp = parallel_dims.tp, parallel_dims.cp
+    sections = {"training": job_config.training}
+    if job_config.validation.enable:
+        sections["validation"] = job_config.validation
+    for name, section in sections.items():
+        if cp > 1 and section.seq_len % (2 * cp):
+            raise ValueError(
+                f"[{name}] seq_len = {section.seq_len}: must be a multiple of {2 * cp} with "
+                f"context_parallel_degree = {cp}: a rank has two equal chunks of a sequence"
+            )
+        if parallel_dims.pp > 1 and section.seq_len % (cp * tp):
+            raise ValueError(
+                f"[{name}] seq_len = {section.seq_len}: must be a multiple of {cp * tp} with "
+                f"pipeline_parallel_degree = {parallel_dims.pp}: a later stage takes each rank's "
+                "part for as long as its own"
+            )
+        if section.seq_len // cp < tp:
+            raise ValueError(
+                f"[{name}] seq_len = {section.seq_len}: must be at least {tp * cp}, a token for "
+                "each rank of tensor and context parallelism"
+            )
+    method = job_config.parallelism.context_parallel_rotate_method
+    if cp > 1 and method == "alltoall" and num_heads // tp % cp:
+        raise ValueError(
+            f'[parallelism] context_parallel_rotate_method = "alltoall": context_parallel_degree '
+            f"= {cp} must divide the {num_heads // tp} heads of a rank; allgather needs no such "
+            "thing"
+        )
 
 
 def check_routing(

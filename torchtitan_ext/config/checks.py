@@ -90,8 +90,19 @@ RULES: dict[str, Rule] = {
     "parallelism.data_parallel_shard_degree": _minus_one_or_at_least(1),
     "parallelism.tensor_parallel_degree": _at_least(1),
     "parallelism.pipeline_parallel_degree": _at_least(1),
+    "parallelism.pipeline_parallel_schedule": _one_of(
+        *("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"),
+        *("ZBVZeroBubble", "PipelineScheduleSingle", "PipelineScheduleMulti"),
+    ),
+    "parallelism.pipeline_parallel_microbatch_size": _at_least(1),
+    "parallelism.pipeline_parallel_layers_per_stage": _at_least(1),
+    "parallelism.pipeline_parallel_first_stage_less_layers": _at_least(0),
+    "parallelism.pipeline_parallel_last_stage_less_layers": _at_least(0),
     "parallelism.context_parallel_degree": _at_least(1),
-    "parallelism.context_parallel_load_balancer": _NOT_EMPTY,
+    "parallelism.context_parallel_load_balancer": Rule(
+        lambda value: value == "headtail",
+        "headtail: the other balancers belong to attention kernels that are not used here",
+    ),
     "parallelism.expert_parallel_degree": _at_least(1),
     "parallelism.expert_tensor_parallel_degree": _at_least(1),
     "checkpoint.folder": _NOT_EMPTY,
@@ -226,10 +237,9 @@ def check_degrees(parallelism: Any, world_size: int) -> int:
     """
     p = parallelism
     replicate, shard = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
-    model_parallel = (
-        p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
-    )
-    on_ranks = f"on {world_size} rank{'s' if world_size > 1 else ''}"
+    model_parallel = _check_model_degrees(p, world_size)
+    on_ranks = f"on {_ranks(world_size)}"
+    taken = _taken(model_parallel)
     if world_size % (replicate * model_parallel):
         choices = _listed(
             d for d in _divisors(world_size) if world_size % (d * model_parallel) == 0
@@ -237,7 +247,7 @@ def check_degrees(parallelism: Any, world_size: int) -> int:
         raise refusal(
             "parallelism.data_parallel_replicate_degree",
             replicate,
-            f"must divide the number of ranks: {choices} {on_ranks}",
+            f"must divide the number of ranks: {choices} {on_ranks}{taken}",
         )
     left = world_size // (replicate * model_parallel)
     if shard not in (-1, left):
@@ -246,20 +256,64 @@ def check_degrees(parallelism: Any, world_size: int) -> int:
             "parallelism.data_parallel_shard_degree",
             shard,
             "the product of the degrees must be the number of ranks: "
-            f"must be {left} (or -1) {on_ranks}{others}",
+            f"must be {left} (or -1) {on_ranks}{taken}{others}",
         )
     _check_expert_degree(p, left * p.context_parallel_degree * p.tensor_parallel_degree)
     return left
 
 
+def _check_model_degrees(parallelism: Any, world_size: int) -> int:
+    """The product of the degrees that split the model; each has to divide what others leave."""
+    product = 1
+    for name in ("tensor", "context", "pipeline"):
+        key = f"{name}_parallel_degree"
+        degree = getattr(parallelism, key)
+        left = world_size // product
+        if left % degree:
+            raise refusal(
+                f"parallelism.{key}",
+                degree,
+                f"must divide the number of ranks: {_listed(_divisors(left))} on "
+                f"{_ranks(world_size)}{_taken(product)}",
+            )
+        product *= degree
+    return product
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' if number > 1 else ''}"
+
+
+def _taken(product: int) -> str:
+    return f", of which other degrees take {product}" if product > 1 else ""
+
+
 def _check_expert_degree(parallelism: Any, sharded_ranks: int) -> None:
     degree = parallelism.expert_parallel_degree
-    if sharded_ranks % (degree * parallelism.expert_tensor_parallel_degree):
+    etp, tp = parallelism.expert_tensor_parallel_degree, parallelism.tensor_parallel_degree
+    if etp not in (1, tp):
+        raise refusal(
+            "parallelism.expert_tensor_parallel_degree",
+            etp,
+            f"must be 1 or tensor_parallel_degree = {tp}",
+        )
+    if etp > 1 and degree == 1:
+        raise refusal(
+            "parallelism.expert_tensor_parallel_degree",
+            etp,
+            "has no effect while expert_parallel_degree is 1: experts, if the model has any, are "
+            "then split over the ranks of tensor parallelism anyway",
+        )
+    if sharded_ranks % (degree * etp):
+        of = "stage of a replica" if parallelism.pipeline_parallel_degree > 1 else "replica"
+        # With etp, a degree of 1 is refused as well.
+        choices = [d for d in _divisors(sharded_ranks // etp) if etp == 1 or d > 1]
         raise refusal(
             "parallelism.expert_parallel_degree",
             degree,
-            f"must divide the {sharded_ranks} ranks that share one replica: "
-            f"{_listed(_divisors(sharded_ranks))}",
+            f"must divide the {_ranks(sharded_ranks)} of one {of}"
+            + (f", after expert_tensor_parallel_degree = {etp}" if etp > 1 else "")
+            + (f": {_listed(choices)}" if choices else ""),
         )
 
 
@@ -274,6 +328,21 @@ def check_zero(stage: int, replicate_degree: int, shard_degree: int) -> None:
             stage,
             "has no effect, as every rank holds a replica (data_parallel_replicate_degree = "
             f"{replicate_degree}, and no shards)",
+        )
+
+
+def check_reshard(choice: str, world_size: int, shard_degree: int) -> None:
+    """Check that there are gathered parameters to give up. Raises ConfigError.
+
+    Args:
+        choice: [parallelism] fsdp_reshard_after_forward.
+        shard_degree: ranks that FSDP shards a parameter over, with all kinds of parallelism.
+    """
+    if choice != "default" and world_size > 1 and shard_degree == 1:
+        raise refusal(
+            "parallelism.fsdp_reshard_after_forward",
+            choice,
+            "has no effect, as no parameter is sharded (data_parallel_shard_degree is 1)",
         )
 
 

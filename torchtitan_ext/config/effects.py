@@ -178,6 +178,8 @@ ALWAYS_READ: frozenset[str] = frozenset(
     + _keys("training.dataloader", "num_workers pin_memory")
     + _keys("parallelism", "data_parallel_replicate_degree data_parallel_shard_degree")
     + _keys("parallelism", "fsdp_reshard_after_forward expert_parallel_degree")
+    + _keys("parallelism", "tensor_parallel_degree expert_tensor_parallel_degree")
+    + _keys("parallelism", "context_parallel_degree pipeline_parallel_degree")
     + _keys("checkpoint", "enable")
     + _keys("activation_checkpoint", "mode")
     + _keys("compile", "enable")
@@ -211,8 +213,7 @@ GOVERNED: dict[str, tuple[Switch, ...]] = {
             + _keys("parallelism", "pipeline_parallel_last_stage_less_layers")
             + _keys("parallelism", "pipeline_parallel_layers_per_stage")
             + _keys("parallelism", "pipeline_parallel_schedule pipeline_parallel_schedule_csv")
-            + _keys("parallelism", "pipeline_parallel_microbatch_size")
-            + _keys("parallelism", "pipeline_parallel_expert_parallel_overlap"),
+            + _keys("parallelism", "pipeline_parallel_microbatch_size"),
         ),
         (
             (_CP,),
@@ -313,11 +314,10 @@ REFUSED: dict[str, str] = {
     "optimizer.early_step_in_backward": (
         "not supported: it steps on gradients that training.max_norm has not clipped yet"
     ),
-    "parallelism.tensor_parallel_degree": "not supported yet; use 1",
     "parallelism.enable_async_tensor_parallel": "not supported yet; use false",
-    "parallelism.pipeline_parallel_degree": "not supported yet; use 1",
-    "parallelism.context_parallel_degree": "not supported yet; use 1",
-    "parallelism.expert_tensor_parallel_degree": "not supported yet; use 1",
+    "parallelism.pipeline_parallel_expert_parallel_overlap": (
+        "has no effect: it is for the schedule DualPipeV, which is not supported"
+    ),
     "parallelism.expert_parallel_comm_backend": 'not supported yet; use "standard"',
     "activation_checkpoint.debug": "not supported: torch has no debug mode for a policy",
     "activation_checkpoint.preserve_rng_state": (

@@ -15,7 +15,6 @@ import tomli_w
 import torchtitan_ext.device  # noqa: F401  isort:skip  comes before any other part of torchtitan
 
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.distributed import ParallelDims
 
 from torchtitan_ext import config as own_sections
 from torchtitan_ext.config.checks import (
@@ -25,6 +24,7 @@ from torchtitan_ext.config.checks import (
     check_device,
     check_folders,
     check_installed,
+    check_reshard,
     check_seed_checkpoint,
     check_tokenizer,
     check_values,
@@ -47,6 +47,8 @@ from torchtitan_ext.config.values import (
     get_value,
     read_source,
 )
+from torchtitan_ext.distributed.mesh import ExtParallelDims
+from torchtitan_ext.distributed.support import check_supported
 
 if TYPE_CHECKING:
     from torchtitan.protocols.train_spec import TrainSpec
@@ -174,20 +176,23 @@ def _resolve_input_paths(config: JobConfig) -> None:
         (config.training, "dataset_path"),
         (config.validation, "dataset_path"),
         (config.routing, "replay"),
+        (config.parallelism, "pipeline_parallel_schedule_csv"),
     ):
         path = getattr(section, name)
-        if path is not None:
+        if path:
             setattr(section, name, find_path(path) or path)
 
 
-def _check_layout(config: JobConfig, world_size: int) -> ParallelDims:
+def _check_layout(config: JobConfig, world_size: int) -> ExtParallelDims:
     parallelism = config.parallelism
     shard_degree = check_degrees(parallelism, world_size)
     replicate_degree = parallelism.data_parallel_replicate_degree
     check_batch(config.training, replicate_degree * shard_degree)
-    check_zero(config.zero.stage, replicate_degree, shard_degree)
+    num_shards = shard_degree * parallelism.context_parallel_degree
+    check_zero(config.zero.stage, replicate_degree, num_shards)
+    check_reshard(parallelism.fsdp_reshard_after_forward, world_size, num_shards)
     check_seed_checkpoint(config, world_size)
-    return ParallelDims(
+    return ExtParallelDims(
         dp_replicate=replicate_degree,
         dp_shard=shard_degree,
         cp=parallelism.context_parallel_degree,
@@ -199,7 +204,7 @@ def _check_layout(config: JobConfig, world_size: int) -> ParallelDims:
     )
 
 
-def _check_model(config: JobConfig, settings: Settings, parallel_dims: ParallelDims) -> None:
+def _check_model(config: JobConfig, settings: Settings, parallel_dims: ExtParallelDims) -> None:
     """Check what depends on the model, by its TrainSpec (see ExtTrainSpec)."""
     spec = _find_train_spec(config)
     check_model_sections(config.model.name, _model_sections(spec), settings)
@@ -212,6 +217,7 @@ def _check_model(config: JobConfig, settings: Settings, parallel_dims: ParallelD
                 raise refusal(key, True, rule)
     if spec.build_tokenizer_fn is not None:
         check_tokenizer(config.model.hf_assets_path)
+    check_supported(config, getattr(spec, "unsupported", {}))
     check_config = getattr(spec, "check_config", None)
     if check_config is not None:
         try:

@@ -57,12 +57,13 @@ def read_source(args: list[str]) -> Source:
 
     Raises ConfigError for an argument that is no flag, and for a missing or malformed file.
     """
-    flags = list(_split_flags(args))
+    flags = list(split_flags(args))
     path = dict(flags).get("job.config_file")
     return Source(toml=_read_toml(path) if path is not None else {}, flags=flags)
 
 
-def _split_flags(args: list[str]) -> Iterator[tuple[str, str | None]]:
+def split_flags(args: list[str]) -> Iterator[tuple[str, str | None]]:
+    """Yields each flag's dotted name and its text, None without one. Raises ConfigError."""
     remaining = list(args)
     while remaining:
         arg = remaining.pop(0)

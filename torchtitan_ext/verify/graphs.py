@@ -25,11 +25,12 @@ class CompiledBlock:
 
 
 class GraphRecorder:
-    """Records the compiled blocks of ``model.layers`` in their next forward."""
+    """Records the compiled blocks of the parts' ``layers`` in their next forward."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, *parts: nn.Module) -> None:
         self.blocks: dict[str, CompiledBlock] = {}
-        for name, block in model.get_submodule("layers").named_children():
+        layers = [part.get_submodule("layers") for part in parts]
+        for name, block in (layer for part in layers for layer in part.named_children()):
             if block._compiled_call_impl is not None:
                 # Hooks would be compiled with the block.
                 block._compiled_call_impl = self._watch(  # type: ignore[assignment]

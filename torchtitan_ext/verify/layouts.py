@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from torchtitan_ext.config.effects import GOVERNED
+from torchtitan_ext.config.values import split_flags
+
 from .step import (
     NEGLIGIBLE,
     StepRecord,
@@ -21,6 +24,7 @@ DEGREES = {
     "dp_replicate": "data_parallel_replicate_degree",
     "dp_shard": "data_parallel_shard_degree",
     "ep": "expert_parallel_degree",
+    "etp": "expert_tensor_parallel_degree",
     "tp": "tensor_parallel_degree",
     "cp": "context_parallel_degree",
     "pp": "pipeline_parallel_degree",
@@ -50,6 +54,16 @@ class Layout:
         degrees = {**_NO_DEGREES, **self.degrees}
         flags = [f"--parallelism.{DEGREES[name]}={degree}" for name, degree in degrees.items()]
         return [*flags, f"--zero.stage={self.zero}"]
+
+    def applicable(self, flags: list[str]) -> list[str]:
+        """Leaves out those that speak of a parallelism which the layout does not have."""
+        off = {f"parallelism.{key}" for name, key in DEGREES.items() if name not in self.degrees}
+        kept = []
+        for name, text in split_flags(flags):
+            switches = GOVERNED.get(name.replace(".no_", "."), ())
+            if not any(off.issuperset(switch.keys) for switch in switches):
+                kept.append(f"--{name}" if text is None else f"--{name}={text}")
+        return kept
 
 
 @dataclass
@@ -99,16 +113,21 @@ def _parse_layout(text: str) -> Layout:
 
 def all_layouts(num_ranks: int) -> list[Layout]:
     """Every way to fill the ranks, the ones that are not supported too, and ZeRO's stages."""
-    divisors = [d for d in range(2, num_ranks + 1) if num_ranks % d == 0]
     layouts = [Layout("fsdp")]
     layouts += [Layout(f"zero={stage}", {}, stage) for stage in (1, 2)]
-    for replicate, expert in itertools.product([1, *divisors], [1, *divisors]):
-        degrees = {"dp_replicate": replicate, "ep": expert}
-        degrees = {name: degree for name, degree in degrees.items() if degree > 1}
-        if degrees and (num_ranks // replicate) % expert == 0:
-            layouts.append(Layout(_name(degrees), degrees))
-    for name, degree in itertools.product(("tp", "cp", "pp"), divisors):
-        layouts.append(Layout(_name({name: degree}), {name: degree}))
+    divisors = [d for d in range(1, num_ranks + 1) if num_ranks % d == 0]
+    for pp, cp, tp, replicate in itertools.product(divisors, repeat=4):
+        if num_ranks % (pp * cp * tp * replicate):
+            continue
+        # What is left shards. Experts are dealt out over all ranks that share one replica.
+        sharing = num_ranks // (pp * replicate)
+        for ep, etp in itertools.product(divisors, sorted({1, tp})):
+            if sharing % (ep * etp) or (ep == 1 and etp > 1):
+                continue
+            degrees = {"dp_replicate": replicate, "pp": pp, "cp": cp, "tp": tp, "ep": ep}
+            degrees = {name: d for name, d in (degrees | {"etp": etp}).items() if d > 1}
+            if degrees:
+                layouts.append(Layout(_name(degrees), degrees))
     return layouts
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,8 +124,10 @@ def record_step(config: Any, *, inside_blocks: bool = False) -> StepRecord:
 
 
 def _record(trainer: ExtTrainer, config: Any, inside_blocks: bool) -> StepRecord:
-    (model,) = trainer.model_parts
-    record = StepRecord(loss=0.0, grad_norm=0.0, plans=plans_of(model, config))
+    parts = trainer.model_parts
+    plans = [plan for part in parts for plan in plans_of(part, config)]
+    record = StepRecord(loss=0.0, grad_norm=0.0, plans=plans)
+    order = trainer.pipeline.tensor_names if trainer.pipeline is not None else ()
 
     forward_backward, micro_batches = trainer.forward_backward_step, itertools.count(1)
 
@@ -132,8 +135,8 @@ def _record(trainer: ExtTrainer, config: Any, inside_blocks: bool) -> StepRecord
         loss = forward_backward(**batch)
         # Before they are clipped: one that is not finite would make all others so.
         if next(micro_batches) == trainer.gradient_accumulation_steps:
-            gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-            record.gradients, record.unequal_gradients = full_tensors(gradients)
+            gradients = {n: p.grad for part in parts for n, p in part.named_parameters()}
+            record.gradients, record.unequal_gradients = full_tensors(gradients, order)
         return loss
 
     def log(step: int, loss: float, max_loss: float, grad_norm: float, *_: Any, **__: Any) -> None:
@@ -141,10 +144,11 @@ def _record(trainer: ExtTrainer, config: Any, inside_blocks: bool) -> StepRecord
 
     trainer.forward_backward_step = forward_backward_and_record  # type: ignore[method-assign]
     trainer.metrics_processor.log = log  # type: ignore[method-assign,assignment]
-    graphs = GraphRecorder(model)
+    graphs = GraphRecorder(*parts)
     batches = trainer.batch_generator(trainer.dataloader)
     trainer.step = 1
     if inside_blocks:
+        (model,) = parts
         save_ops = SaveOps(config.layer_wrap.save_ops)
         recorder = RegionRecorder(model, save_ops.kept)
         model.register_forward_hook(lambda *_: recorder.end_of_forwards())
@@ -153,8 +157,10 @@ def _record(trainer: ExtTrainer, config: Any, inside_blocks: bool) -> StepRecord
         record.blocks = _of_all_ranks(recorder.blocks)
     else:
         trainer.train_step(batches)
-    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    record.weights, record.unequal_weights = full_tensors(weights)
+    weights: dict[str, torch.Tensor | None] = {}
+    for part in parts:
+        weights |= {**dict(part.named_parameters()), **dict(part.named_buffers())}
+    record.weights, record.unequal_weights = full_tensors(weights, order)
     if trainer.expert_load.last_step_LE is not None:
         record.counts = trainer.expert_load.last_step_LE.tolist()
     record.compiled_blocks = graphs.blocks
@@ -176,18 +182,46 @@ def _of_all_ranks(blocks: dict[str, BlockRecord]) -> dict[str, BlockRecord]:
     return merged
 
 
-def full_tensors(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[str]]:
+def full_tensors(
+    tensors: Mapping[str, torch.Tensor | None], order: Sequence[str] = ()
+) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Gathers tensors from all ranks; a collective.
 
+    Args:
+        tensors: of this rank's part of the model; None for a gradient that is not there.
+        order: of the names in the result, if the ranks hold different parts.
+
     Returns:
-        This rank's, on the CPU, and the names of those that are not the same on all ranks.
+        This rank's, on the CPU, on rank 0 also those of parts that it does not hold; and the names
+        of those that are not the same on all ranks that hold them.
     """
-    full = {}
+    full: dict[str, torch.Tensor] = {}
+    own: dict[str, str | None] = {}
     for name, tensor in tensors.items():
-        value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        full[name.replace(CHECKPOINT_PREFIX, "")] = value.detach().cpu().clone()
-    # Of replicas, which DTensor believes to be equal, a rank gets its own.
-    own = {name: hash_tensors(tensor) for name, tensor in full.items()}
-    ranks: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+        name = name.replace(CHECKPOINT_PREFIX, "")
+        own[name] = None
+        if tensor is not None:
+            value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            full[name] = value.detach().cpu().clone()
+            # Of replicas, which DTensor believes to be equal, a rank gets its own.
+            own[name] = hash_tensors(full[name])
+    ranks: list[dict[str, str | None]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(ranks, own)
-    return full, [name for name in full if len({rank.get(name) for rank in ranks}) > 1]
+    full |= _of_other_parts(full, ranks)
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    unequal = [n for n in names if len({rank[n] for rank in ranks if n in rank}) > 1]
+    return {name: full[name] for name in order or full if name in full}, unequal
+
+
+def _of_other_parts(
+    full: dict[str, torch.Tensor], ranks: list[dict[str, str | None]]
+) -> dict[str, torch.Tensor]:
+    """On rank 0, what only others hold; each comes from the first that does."""
+    first = {name: i for i, rank in reversed(list(enumerate(ranks))) for name in rank}
+    if not any(first.values()):
+        return {}
+    own = {name: tensor for name, tensor in full.items() if first[name] == dist.get_rank() > 0}
+    is_first = dist.get_rank() == 0
+    others: list[Any] | None = [None] * len(ranks) if is_first else None
+    dist.gather_object(own, others)
+    return {name: tensor for rank in others or () for name, tensor in rank.items()}

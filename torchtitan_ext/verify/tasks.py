@@ -64,8 +64,6 @@ def record_on_this_rank(folder: Path, record: Callable[[Task, Any], "StepRecord"
     ignore_harmless_warnings()
     # torchtitan says that the process group of the first step is there for the second.
     logging.getLogger().setLevel(logging.ERROR)
-    # DTensor says how it gathers what two axes of a mesh have sharded.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     tasks = [Task(**task) for task in json.loads(_list_file(folder).read_text())]
     is_first = os.environ["RANK"] == "0"
     for number, task in enumerate(tasks, start=1):
