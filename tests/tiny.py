@@ -110,7 +110,7 @@ def observe(trainer: ExtTrainer) -> Run:
     run = Run()
 
     def before_update(*_: Any) -> None:
-        run.gradients.append(full_tensors(trainer.model_parts[0], gradients=True))
+        run.gradients.append(full_tensors(*trainer.model_parts, gradients=True))
 
     def log(
         step: int, loss: float, max_loss: float, grad_norm: float, extra_metrics: Any = None
@@ -128,18 +128,16 @@ def observe(trainer: ExtTrainer) -> Run:
 
 def finish(trainer: ExtTrainer, run: Run) -> Run | None:
     assert not torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint
-    model = trainer.model_parts[0]
-    run.weights = full_tensors(model) | {
-        clean(name): buffer.clone() for name, buffer in model.named_buffers()
-    }
+    buffers = {n: b for part in trainer.model_parts for n, b in part.named_buffers()}
+    run.weights = full_tensors(*trainer.model_parts) | gather_tensors(buffers)[0]
     run.graph_breaks = dict(counters["graph_break"])
     return run if dist.get_rank() == 0 else None
 
 
-def full_tensors(model: torch.nn.Module, *, gradients: bool = False) -> dict[str, torch.Tensor]:
-    """Every parameter, or its gradient, gathered from all ranks."""
-    tensors = {}
-    for name, parameter in model.named_parameters():
+def full_tensors(*parts: torch.nn.Module, gradients: bool = False) -> dict[str, torch.Tensor]:
+    """Every parameter, or its gradient, gathered from all ranks; on rank 0 of all stages, too."""
+    tensors: dict[str, torch.Tensor | None] = {}
+    for name, parameter in (pair for part in parts for pair in part.named_parameters()):
         tensor = parameter.grad if gradients else parameter
         assert tensor is not None, f"{name} has no gradient"
         tensors[name] = tensor
@@ -154,7 +152,7 @@ def clean(name: str) -> str:
 
 def moe_layers(trainer: ExtTrainer) -> list[Any]:
     """The trainer's MoE layers, in order."""
-    return list(find_moe_layers(trainer.model_parts[0]))
+    return [moe for part in trainer.model_parts for moe in find_moe_layers(part)]
 
 
 def assert_same(run: Run, reference: Run, tolerance: float = 1e-4) -> None:

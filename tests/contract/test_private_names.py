@@ -25,6 +25,15 @@ PRIVATE_NAMES = {
     "torch": ["_grouped_mm"],
     # To propose the nearest operator for a misspelt one, and to tell composite operators.
     "torch._C": ["_jit_get_all_schemas", "_dispatch_has_kernel_for_dispatch_key"],
+    # What a schedule's file says, to refuse it before any process group exists.
+    "torch.distributed.pipelining.schedules": [
+        "_Action",
+        "_ComputationType",
+        "_add_send_recv",
+        "_validate_schedule",
+    ],
+    # A backward in two parts must not give its saved tensors away in the first.
+    "torch._functorch.config": ["donated_buffer"],
     # Registered models, to refuse torchtitan's own, which don't go through our wrapping.
     "torchtitan.protocols.train_spec": ["_extra_train_specs"],
     # The mapping to Hugging Face's names; the parameters are named as torchtitan names them.

@@ -194,3 +194,75 @@ def test_record_is_not_replayed_over_itself(record: Path) -> None:
 )
 def test_routing_that_cannot_be_is_refused(flags: list[str], message: str) -> None:
     assert message in refusal_of(DEBUG, *flags)
+
+
+TP, CP = "--parallelism.tensor_parallel_degree", "--parallelism.context_parallel_degree"
+NO_EP = "--parallelism.expert_parallel_degree=1"
+ETP = "--parallelism.expert_tensor_parallel_degree"
+EP, PP = "--parallelism.expert_parallel_degree", "--parallelism.pipeline_parallel_degree"
+DPR = "--parallelism.data_parallel_replicate_degree"
+RESHARD = "--parallelism.fsdp_reshard_after_forward"
+LONG, SHORT = "--validation.seq_len=8192", "--validation.seq_len=512"
+ALLTOALL = "--parallelism.context_parallel_rotate_method=alltoall"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags", "message"),
+    [
+        (4, [f"{TP}=2", f"{CP}=2", ALLTOALL], None),
+        (4, [f"{TP}=2", f"{ETP}=2"], None),
+        (4, [f"{TP}=4", f"{ETP}=2"], "expert_tensor_parallel_degree = 2: must be 1 or tensor_par"),
+        (4, [f"{TP}=2", f"{ETP}=2", NO_EP], "expert_tensor_parallel_degree = 2: has no effect whi"),
+        (
+            32,
+            [f"{TP}=32"],
+            "tensor_parallel_degree = 32: must divide the model's 16 attention heads",
+        ),
+        (
+            2,
+            [f"{CP}=2", "--training.seq_len=258"],
+            "[training] seq_len = 258: must be a multiple of 4 with context_parallel_degree = 2",
+        ),
+        (
+            4,
+            [f"{TP}=4", "--training.seq_len=3"],
+            "[training] seq_len = 3: must be at least 4, a token for each rank",
+        ),
+        (
+            6,
+            [f"{CP}=3", ALLTOALL, "--training.seq_len=258"],
+            "context_parallel_degree = 3 must divide the 16 heads of a rank",
+        ),
+        (
+            2,
+            [f"{TP}=2", "--routing.record"],
+            "[routing] record = true: not supported with [parallelism] tensor_parallel_degree = 2",
+        ),
+        (
+            2,
+            [f"{CP}=2", "--debug.moe_force_load_balance"],
+            "[debug] moe_force_load_balance = true: not supported with [parallelism] context_para",
+        ),
+        # What other degrees take is said, and only what would be accepted is offered.
+        (4, [f"{TP}=4", NO_EP, f"{DPR}=2"], "1 on 4 ranks, of which other degrees take 4"),
+        (4, [f"{TP}=2", f"{ETP}=2", f"{EP}=4"], "after expert_tensor_parallel_degree = 2: 2"),
+        (2, [f"{PP}=2"], "must divide the 1 rank of one stage of a replica: 1"),
+        (2, [f"{PP}=2", NO_EP, f"{RESHARD}=never"], "has no effect, as no parameter is sharded"),
+        (
+            4,
+            [f"{CP}=2", f"{DPR}=2", "--zero.stage=1", "--validation.enable", LONG],
+            "[validation] seq_len = 8192: must be at most 4096 with [training] seq_len = 256",
+        ),
+        (4, [f"{CP}=2", f"{DPR}=2", "--zero.stage=1", "--validation.enable", SHORT], None),
+        (2, [ALLTOALL], "has no effect while parallelism.context_parallel_degree is 1"),
+    ],
+)
+def test_split_of_a_sequence_or_of_weights_that_cannot_be_is_refused(
+    num_ranks: int, flags: list[str], message: str | None
+) -> None:
+    if message is None:
+        load_job_config([DEBUG, *flags], world_size=num_ranks, device_type="cpu")
+        return
+    with pytest.raises(ConfigError) as refused:
+        load_job_config([DEBUG, *flags], world_size=num_ranks, device_type="cpu")
+    assert message in str(refused.value)

@@ -28,6 +28,9 @@ from torchtitan_ext.verify.step import StepRecord, record_step
 
 BERT = [*bert.CONFIG, "--compile.no-enable", "--training.seq_len=32", "--zero.stage=3"]
 MOE = [f"--job.config_file={tiny.CONFIG}"]
+# Padded, with a second head.
+PAIRS = [*BERT, "--mlm.next_sentence"]
+FLAGS = {"bert": BERT, "pairs": PAIRS, "moe": MOE}
 
 
 def record(flags: list[str], folder: str, plant: Callable[[], None] = lambda: None) -> StepRecord:
@@ -50,7 +53,7 @@ class Reference:
 
     def __init__(self, folder: Any) -> None:
         self.steps, self.bounds = {}, {}
-        for name, flags in (("bert", BERT), ("moe", MOE)):
+        for name, flags in FLAGS.items():
             first, reordered = (
                 record_on(1, [*flags, "--training.global_batch_size=8", f"{LOCAL}={size}"], folder)
                 for size in (2, 1)
@@ -70,7 +73,8 @@ def check(
     reference: Reference, folder: Any, model: str, name: str, num_ranks: int, *plant: Any
 ) -> LayoutVerdict:
     (layout,) = parse_layouts(name)
-    flags = [*{"bert": BERT, "moe": MOE}[model], f"{LOCAL}={8 // num_ranks}", *layout.flags]
+    sharing = math.prod(layout.degrees.get(name, 1) for name in ("tp", "cp", "pp"))
+    flags = [*FLAGS[model], f"{LOCAL}={8 * sharing // num_ranks}", *layout.flags]
     step = record_on(num_ranks, flags, folder, *plant)
     return judge(layout, step, reference.steps[model], reference.bounds[model], num_ranks)
 
@@ -81,10 +85,16 @@ def check(
         ("bert", "fsdp", 2),
         ("bert", "zero=1", 2),
         ("bert", "dp_replicate=2", 2),
+        ("bert", "tp=2", 2),
+        ("bert", "tp=2:cp=2", 4),
+        ("pairs", "tp=2:cp=2", 4),
         ("moe", "fsdp", 2),
         ("moe", "ep=2", 2),
         ("moe", "dp_replicate=2:ep=2", 4),
         ("moe", "ep=4", 4),
+        ("moe", "pp=2:tp=2:ep=2", 4),
+        ("moe", "pp=2:cp=2", 4),
+        pytest.param("moe", "pp=2:cp=2:tp=2:ep=4", 8, marks=pytest.mark.slow),
     ],
 )
 def test_layout_that_is_right_is_said_to_be(
@@ -102,14 +112,13 @@ def test_same_step_is_equal(reference: Reference) -> None:
 
 def scale_experts() -> None:
     """Experts' gradients are summed over ranks, and multiplied by their number, too."""
-    local = experts._local
+    product = experts.grouped_mm
 
-    def local_and_scaled(weight: torch.Tensor) -> torch.Tensor:
-        tensor = local(weight)
-        tensor.register_hook(lambda gradient: gradient * dist.get_world_size())
-        return tensor
+    def product_and_scaled(x: torch.Tensor, weight: torch.Tensor, *counts: Any) -> torch.Tensor:
+        weight.register_hook(lambda gradient: gradient * dist.get_world_size())
+        return product(x, weight, *counts)
 
-    experts._local = local_and_scaled
+    experts.grouped_mm = product_and_scaled
 
 
 def let_replicas_drift() -> None:
@@ -257,6 +266,7 @@ def test_names_of_layouts() -> None:
         "--parallelism.data_parallel_replicate_degree=2",
         "--parallelism.data_parallel_shard_degree=-1",
         "--parallelism.expert_parallel_degree=4",
+        "--parallelism.expert_tensor_parallel_degree=1",
         "--parallelism.tensor_parallel_degree=1",
         "--parallelism.context_parallel_degree=1",
         "--parallelism.pipeline_parallel_degree=1",
@@ -269,6 +279,15 @@ def test_names_of_layouts() -> None:
     for wrong in ("", "ep", "ep=", "ep=x", "foo=2", "ep=2:", "fsdp,"):
         with pytest.raises(ValueError, match="must be fsdp, or degrees such as"):
             parse_layouts(wrong)
+
+
+def test_flag_of_a_parallelism_is_for_the_layouts_that_have_it() -> None:
+    flags = ["--parallelism.disable-loss-parallel", "--training.steps", "2"]
+    flags += ["--parallelism.context_parallel_rotate_method=alltoall"]
+    both, first, neither = parse_layouts("tp=2:cp=2,tp=2,ep=2")
+    assert len(both.applicable(flags)) == 3
+    assert first.applicable(flags) == ["--parallelism.disable_loss_parallel", "--training.steps=2"]
+    assert neither.applicable(flags) == ["--training.steps=2"]
 
 
 def test_parameter_without_gradient_is_none_in_both(reference: Reference) -> None:

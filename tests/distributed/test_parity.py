@@ -15,7 +15,11 @@ from tests.ranks import run_ranks
 from tests.tiny import Run, assert_same, train
 
 GLOBAL_BATCH = 8
+GLOBAL = "--training.global_batch_size"
 
+TP = {"tensor_parallel_degree": 2}
+ETP = {"expert_parallel_degree": 2, "expert_tensor_parallel_degree": 2}
+CP = {"context_parallel_degree": 2}
 # ranks, and the degrees in force
 LAYOUTS = {
     "one_rank": (1, {}),
@@ -26,6 +30,20 @@ LAYOUTS = {
     "ep4": (4, {"expert_parallel_degree": 4}),
     "hsdp2x2": (4, {"data_parallel_replicate_degree": 2}),
     "hsdp2x2_ep2": (4, {"data_parallel_replicate_degree": 2, "expert_parallel_degree": 2}),
+    "tp2": (2, TP),
+    "tp2_ep2": (2, {**TP, "expert_parallel_degree": 2}),
+    "fsdp2_tp2_ep2": (4, {**TP, "expert_parallel_degree": 2}),
+    "fsdp2_tp2_ep4": (4, {**TP, "expert_parallel_degree": 4}),
+    "fsdp2_tp2_ep2_etp2": (4, {**TP, **ETP}),
+    "tp4_ep2": (4, {"tensor_parallel_degree": 4, "expert_parallel_degree": 2}),
+    "hsdp_tp2_ep2": (4, {**TP, "data_parallel_replicate_degree": 2, "expert_parallel_degree": 2}),
+    "cp2": (2, CP),
+    "cp2_ep2": (2, {**CP, "expert_parallel_degree": 2}),
+    "cp4": (4, {"context_parallel_degree": 4}),
+    "cp2_tp2": (4, {**CP, **TP}),
+    "cp2_tp2_ep4": (4, {**CP, **TP, "expert_parallel_degree": 4}),
+    "cp2_tp2_ep2_etp2": (4, {**CP, **TP, **ETP}),
+    "hsdp_cp2_ep2": (4, {**CP, "data_parallel_replicate_degree": 2, "expert_parallel_degree": 2}),
 }
 CHECKPOINTS = {
     "none": {"mode": "none"},
@@ -44,7 +62,8 @@ def run_tiny(
     further_flags: Sequence[str] = (),
 ) -> Run:
     num_ranks, degrees = LAYOUTS[layout]
-    flags = [f"--training.local_batch_size={GLOBAL_BATCH // num_ranks}"]
+    sharing = degrees.get("tensor_parallel_degree", 1) * degrees.get("context_parallel_degree", 1)
+    flags = [f"--training.local_batch_size={GLOBAL_BATCH * sharing // num_ranks}"]
     flags += [f"--parallelism.{key}={degree}" for key, degree in degrees.items()]
     flags += [
         f"--activation_checkpoint.{key}={value}" for key, value in CHECKPOINTS[checkpoint].items()
@@ -83,6 +102,12 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         ("ep4", "op"),
         ("hsdp2x2", "none"),
         ("hsdp2x2_ep2", "full"),
+        ("tp2", "full"),
+        ("fsdp2_tp2_ep2", "op"),
+        ("fsdp2_tp2_ep2_etp2", "full"),
+        pytest.param("tp4_ep2", "none", marks=pytest.mark.slow),
+        pytest.param("cp2", "full", marks=pytest.mark.slow),
+        ("cp2_tp2_ep4", "full"),
     ],
 )
 def test_eager_layout_equals_one_process(
@@ -101,6 +126,9 @@ def test_eager_layout_equals_one_process(
         ("ep2", "op", "aot_eager"),
         pytest.param("ep2", "every_2nd", "aot_eager", marks=pytest.mark.slow),
         ("hsdp2x2_ep2", "full", "aot_eager"),
+        ("cp2_tp2_ep4", "op", "aot_eager"),
+        pytest.param("tp2_ep2", "full", "inductor", marks=pytest.mark.slow),
+        pytest.param("cp2_ep2", "full", "inductor", marks=pytest.mark.slow),
         ("ep2", "full", "inductor"),
     ],
 )
@@ -131,15 +159,51 @@ def test_product_equals_one_process(
     assert (run.num_graphs[-1] > 0) == (backend is not None)
 
 
-def test_experts_shared_by_ranks_equal_one_process(tmp_path: Path) -> None:
+ALLTOALL = "--parallelism.context_parallel_rotate_method=alltoall"
+WHOLE_LOGITS = "--parallelism.disable_loss_parallel"
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        ("cp2_ep2", [ALLTOALL]),
+        ("cp2_tp2", [ALLTOALL, WHOLE_LOGITS, "--activation_checkpoint.mode=full"]),
+        # A micro-batch is reduced at once, with stage 1 all of them are together.
+        ("tp2_ep2", ["--training.local_batch_size=2", f"{GLOBAL}=8", "--zero.stage=1"]),
+        ("cp2_ep2", ["--training.local_batch_size=2", f"{GLOBAL}=8"]),
+    ],
+)
+def test_option_of_a_layout_changes_no_number(
+    references: dict[str, Run], tmp_path: Path, layout: str, flags: list[str]
+) -> None:
+    assert_same(run_tiny(tmp_path, layout, "none", None, "SGD", flags), references["SGD"])
+
+
+def test_sequence_that_does_not_divide_is_split_all_the_same(tmp_path: Path) -> None:
+    """31 tokens over 2 and over 4 ranks: some have one more than others."""
+    flags = ["--training.seq_len=31", "--optimizer.name=SGD", "--optimizer.lr=1.0"]
+    reference = run_ranks(train, 1, flags, str(tmp_path))[0]
+    for layout in ("fsdp2_tp2_ep4", "tp4_ep2"):
+        assert_same(run_tiny(tmp_path, layout, "full", None, "SGD", flags[:1]), reference)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "replicas"), [(4, 1), pytest.param(8, 2, marks=pytest.mark.slow)]
+)
+def test_experts_shared_by_ranks_equal_one_process(
+    tmp_path: Path, num_ranks: int, replicas: int
+) -> None:
     """Fewer experts than ranks: FSDP shards each expert along its second dim."""
     few = {"num_experts": 2, "top_k": 1, "num_expert_groups": 1, "num_limited_groups": 1}
     few |= {"route_norm": False}  # a single score over itself is 1, without a gradient
     flags = ["--optimizer.name=SGD", "--optimizer.lr=1.0"]
-    sharded = ["--parallelism.expert_parallel_degree=2", "--training.local_batch_size=2"]
+    local_batch_size = GLOBAL_BATCH // num_ranks
+    sharded = ["--parallelism.expert_parallel_degree=2"]
+    sharded += [f"--training.local_batch_size={local_batch_size}"]
+    sharded += [f"--parallelism.data_parallel_replicate_degree={replicas}"]
     sharded += ["--activation_checkpoint.mode=full"]
     reference = run_ranks(train, 1, flags, str(tmp_path), **few)[0]
-    run = run_ranks(train, 4, [*flags, *sharded], str(tmp_path), **few)[0]
+    run = run_ranks(train, num_ranks, [*flags, *sharded], str(tmp_path), **few)[0]
     assert_same(run, reference)
 
 

@@ -187,16 +187,21 @@ def hashes_of_masks(flags: list[str], folder: str) -> list[str]:
     trainer = build_trainer(flags, folder)
     hashes = []
     for step in steps(trainer, 3):
-        seed_step(trainer.seed, trainer.data_rank, step)
+        seed_step(trainer.seed, trainer.place, step)
         hashes.append(mask_hash())
     torch.rand(())
     return hashes
 
 
-@pytest.mark.parametrize("degrees", [{}, {"data_parallel_replicate_degree": 2}])
-def test_every_data_rank_and_step_has_masks_of_its_own(
-    tmp_path: Path, degrees: dict[str, int]
-) -> None:
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {},
+        {"data_parallel_replicate_degree": 2},
+        {"tensor_parallel_degree": 2, "context_parallel_degree": 2},
+    ],
+)
+def test_every_rank_and_step_has_masks_of_its_own(tmp_path: Path, degrees: dict[str, int]) -> None:
     flags = [*FLAGS, *PLAIN, "--training.local_batch_size=1", "--zero.stage=3"]
     flags += [f"--parallelism.{key}={value}" for key, value in degrees.items()]
     ranks = run_ranks(hashes_of_masks, 4, flags, str(tmp_path))

@@ -29,7 +29,7 @@ def test_layouts_of_bert() -> None:
         assert row["worst_parameter"] and row["grad_norm"] > 0
     (refused,) = summary["refused"]
     assert refused["layout"] == "ep=2"
-    assert "must be 1, as the model has no experts" in refused["reason"]
+    assert "the model has no experts" in refused["reason"]
     assert "a gradient's rounding is up to" in done.stderr
     assert "Warning" not in done.stderr
     assert max(map(len, done.stderr.splitlines())) <= 100

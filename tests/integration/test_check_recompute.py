@@ -43,6 +43,17 @@ def test_bad_configuration_is_one_line_and_status_2() -> None:
     assert done.stderr.splitlines()[-1].startswith("error: [training] seq_len = 1000: must be at")
 
 
+def test_pipeline_is_refused_with_the_reason() -> None:
+    pipeline = [
+        "--parallelism.pipeline_parallel_degree=2",
+        "--parallelism.expert_parallel_degree=1",
+    ]
+    done = check("--job.config_file=train_configs/deepseek_v3_debug.toml", "--ngpu=2", *pipeline)
+    assert done.returncode == 2
+    message = "error: [parallelism] pipeline_parallel_degree = 2: in a pipeline, forwards of some"
+    assert done.stderr.splitlines()[-1].startswith(message)
+
+
 def test_step_that_fails_is_a_fault_with_its_reason() -> None:
     done = check(
         "--job.config_file=train_configs/bert_tiny.toml",

@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan_ext.components import attention
-from torchtitan_ext.components.attention import causal_attention
+from torchtitan_ext.components.attention import CausalAttention
 
 KEY_WIDTH, VALUE_WIDTH, SCALE = 12, 8, 0.3
 TOLERANCE = {
@@ -14,6 +14,9 @@ TOLERANCE = {
 }
 # The explicit way's softmax is float32 in any case.
 EXPLICIT_TOLERANCE = {dtype: {"rtol": 1e-4, "atol": 1e-5} for dtype in TOLERANCE}
+
+
+causal_attention = CausalAttention(SCALE)
 
 
 @pytest.fixture(params=["explicit", "fused"])
@@ -50,7 +53,7 @@ def make_inputs(dtype: torch.dtype, seq_len: int = 9) -> list[torch.Tensor]:
 @pytest.mark.parametrize("seq_len", [1, 9])
 def test_output_and_gradients_equal_the_formula(way: str, seq_len: int, dtype: torch.dtype) -> None:
     inputs = make_inputs(dtype, seq_len)
-    out, expected = causal_attention(*inputs, SCALE), reference(*inputs, SCALE)
+    out, expected = causal_attention(*inputs), reference(*inputs, SCALE)
     tolerance = (EXPLICIT_TOLERANCE if way == "explicit" else TOLERANCE)[dtype]
     assert out.dtype == dtype
     torch.testing.assert_close(out, expected, **tolerance)
@@ -71,7 +74,7 @@ def test_output_on_both_sides_of_the_limit_equals_torch_math(
         expected = torch.nn.functional.scaled_dot_product_attention(
             q.double(), k.double(), v.double(), is_causal=True, scale=SCALE
         )
-    out = causal_attention(q, k, v, SCALE)
+    out = causal_attention(q, k, v)
     assert out.shape == (2, 3, seq_len, VALUE_WIDTH)
     error = (out.double() - expected).abs().max()
     assert error <= (2e-5 if dtype == torch.float32 else 3e-2)
@@ -85,7 +88,7 @@ def test_way_follows_the_sequence_length(
 ) -> None:
     calls = []
     monkeypatch.setattr(attention, "_explicit", lambda q, k, v, scale: calls.append(q) or v)
-    causal_attention(*(tensor.detach() for tensor in make_inputs(torch.float32, seq_len)), SCALE)
+    causal_attention(*(tensor.detach() for tensor in make_inputs(torch.float32, seq_len)))
     assert bool(calls) is explicit
 
 
@@ -94,17 +97,17 @@ def test_fused_way_pads_values_for_the_fast_kernel(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(attention, "_MAX_SEQ_LEN_EXPLICIT", 0)
     q, k, v = make_inputs(torch.float32)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        assert causal_attention(q, k, v, SCALE).shape == v.shape
+        assert causal_attention(q, k, v).shape == v.shape
 
 
 @pytest.mark.usefixtures("way")
 def test_future_positions_have_no_influence() -> None:
     q, k, v = make_inputs(torch.float32)
-    before = causal_attention(q, k, v, SCALE)
+    before = causal_attention(q, k, v)
     with torch.no_grad():
         k[..., 5:, :] += 1.0
         v[..., 5:, :] += 1000.0
-    after = causal_attention(q, k, v, SCALE)
+    after = causal_attention(q, k, v)
     assert torch.equal(before[..., :5, :], after[..., :5, :])
     assert (after[..., 5:, :] - before[..., 5:, :]).abs().amin() > 10
 
@@ -113,10 +116,23 @@ def test_future_positions_have_no_influence() -> None:
 @pytest.mark.parametrize("position", [0, 4, 8])
 def test_gradient_of_a_position_reaches_no_later_one(position: int) -> None:
     q, k, v = make_inputs(torch.float32)
-    causal_attention(q, k, v, SCALE)[..., position, :].square().sum().backward()
+    causal_attention(q, k, v)[..., position, :].square().sum().backward()
     for gradient in (k.grad, v.grad):
         reached = gradient.abs().sum((0, 1, 3)) > 0
         # with a single position to see, its key's gradient is 0: the softmax of one score is 1
         if position > 0 or gradient is v.grad:
             assert reached[: position + 1].all()
         assert not reached[position + 1 :].any()
+
+
+@pytest.mark.usefixtures("way")
+def test_runs_of_queries_see_what_comes_before_them() -> None:
+    """As they lie on one of two ranks that share a sequence: its second and third quarter."""
+    q, k, v = make_inputs(torch.float32, seq_len=8)
+    expected = reference(q, k, v, SCALE)[..., 2:6, :]
+    out = causal_attention(q[..., 2:6, :], k, v, query_starts=(2, 4))
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    factor = torch.randn_like(expected)
+    found = torch.autograd.grad((out * factor).sum(), [q, k, v])
+    wanted = torch.autograd.grad((expected * factor).sum(), [q, k, v])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

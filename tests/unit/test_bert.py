@@ -12,6 +12,8 @@ from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from models.bert import FLAVORS, BertModel, BertModelArgs, BertStateDictAdapter
 from torchtitan_ext.components.loss import build_loss, next_sentence_loss
+from torchtitan_ext.components.random_state import Place
+from torchtitan_ext.model_output import ModelOutput
 
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
@@ -106,7 +108,7 @@ def test_logits_losses_and_gradients_are_those_of_transformers(
     loss = build_loss(JobConfig())(output, data["labels"]) / (data["labels"] != IGNORED).sum()
     expected_inputs = {"labels": data["labels"]}
     if next_sentence:
-        loss = loss + next_sentence_loss(output, data["next_sentence_labels"]) / 4
+        loss = loss + next_sentence_loss(output, data["next_sentence_labels"], Place()) / 4
         expected_inputs["next_sentence_label"] = data["next_sentence_labels"]
     expected = theirs(
         data["tokens"],
@@ -247,3 +249,19 @@ def test_model_keeps_its_type(dtype: torch.dtype) -> None:
     assert output.logits.dtype == output.next_sentence_logits.dtype == dtype
     (output.logits.sum() + output.next_sentence_logits.sum()).backward()
     assert all(p.grad is not None and p.grad.dtype == dtype for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "gradient"),
+    [(Place(), 1.0, 1.0), (Place(tensor=1), 1.0, 0.0), (Place(context=1, tensor=1), 0.0, 0.0)],
+)
+def test_next_sentence_counts_once(place: Place, value: float, gradient: float) -> None:
+    """Losses are summed over context parallel ranks, gradients over tensor parallel ones, too."""
+    logits = torch.randn(4, 2, requires_grad=True)
+    labels = torch.tensor([0, 1, 1, 0])
+    output = ModelOutput(torch.empty(0), next_sentence_logits=logits)
+    expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    found = next_sentence_loss(output, labels, place)
+    torch.testing.assert_close(found, expected * value)
+    (wanted,) = torch.autograd.grad(expected, logits)
+    torch.testing.assert_close(torch.autograd.grad(found, logits)[0], wanted * gradient)

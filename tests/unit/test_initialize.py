@@ -9,14 +9,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
 
 from models.deepseek_v3 import DeepSeekV3Model
+from models.deepseek_v3.plan import PARALLEL_PLAN
 from tests.ranks import run_ranks
 from tests.tiny import clean, full_tensors, tiny_args
 from torchtitan_ext.components import initialize
 from torchtitan_ext.components.initialize import Normal, Ones, TruncatedNormal, init_parameters
 from torchtitan_ext.config import LayerWrap, Zero
+from torchtitan_ext.distributed.mesh import ExtParallelDims
 from torchtitan_ext.distributed.parallelize import parallelize
 
 
@@ -183,19 +184,26 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, int]]] = {
     "hsdp2x2_ep2": (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, UNEVEN),
     "efsdp2_ep2_six_experts": (4, {"dp_shard": 4, "ep": 2}, SIX_EXPERTS),
 }
+# With tensor parallelism: only what is gathered is compared.
+SPLIT_LAYOUTS: dict[str, Any] = {
+    "tp2": (2, {"tp": 2}, {}),
+    "fsdp2_tp2_ep2": (4, {"dp_shard": 2, "tp": 2, "ep": 2}, {}),
+    "fsdp2_tp2_ep2_etp2": (4, {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2}, {}),
+    "cp2_tp2_ep4": (4, {"cp": 2, "tp": 2, "ep": 4}, {}),
+}
 ONE = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1}
 
 
-def build_sharded(layout: str, checkpoint: str = "none") -> tuple[nn.Module, ParallelDims]:
-    num_ranks, degrees, changes = LAYOUTS[layout]
+def build_sharded(layout: str, checkpoint: str = "none") -> tuple[nn.Module, ExtParallelDims]:
+    num_ranks, degrees, changes = (LAYOUTS | SPLIT_LAYOUTS)[layout]
     with torch.device("meta"):
         model = DeepSeekV3Model(tiny_args(**changes))
-    parallel_dims = ParallelDims(**(ONE | degrees), world_size=num_ranks)
+    parallel_dims = ExtParallelDims(**(ONE | degrees), world_size=num_ranks)
     job_config = JobConfig()
     job_config.activation_checkpoint.mode = checkpoint
     job_config.layer_wrap = LayerWrap()  # type: ignore[attr-defined]
     job_config.zero = Zero()  # type: ignore[attr-defined]
-    parallelize(model, parallel_dims, job_config)
+    parallelize(model, parallel_dims, job_config, plan=PARALLEL_PLAN)
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.detach().fill_(math.nan)
@@ -203,7 +211,7 @@ def build_sharded(layout: str, checkpoint: str = "none") -> tuple[nn.Module, Par
     return model, parallel_dims
 
 
-def expected_shard(full: torch.Tensor, name: str, dims: ParallelDims) -> torch.Tensor:
+def expected_shard(full: torch.Tensor, name: str, dims: ExtParallelDims) -> torch.Tensor:
     """This rank's part, cut out of the full tensor with plain chunks."""
     rank = torch.distributed.get_rank() % dims.dp_shard  # ranks that replicate come last
     num_shards, dim = dims.dp_shard, 0
@@ -217,14 +225,14 @@ def expected_shard(full: torch.Tensor, name: str, dims: ParallelDims) -> torch.T
 
 def wrong_parameters(layout: str, checkpoint: str) -> list[str]:
     """The parameters that differ from those of one process."""
-    single = DeepSeekV3Model(tiny_args(**LAYOUTS[layout][2]))
+    single = DeepSeekV3Model(tiny_args(**(LAYOUTS | SPLIT_LAYOUTS)[layout][2]))
     single.init_weights()
     expected = full_tensors(single)
     model, parallel_dims = build_sharded(layout, checkpoint)
     found = full_tensors(model)
     assert found.keys() == expected.keys()
     wrong = [f"{name}, gathered" for name in found if not torch.equal(found[name], expected[name])]
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters() if layout in LAYOUTS else []:
         name = clean(name)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if not torch.equal(local, expected_shard(expected[name], name, parallel_dims)):
@@ -232,9 +240,9 @@ def wrong_parameters(layout: str, checkpoint: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *SPLIT_LAYOUTS])
 def test_model_in_a_layout_starts_from_the_weights_of_one_process(layout: str) -> None:
-    num_ranks = LAYOUTS[layout][0]
+    num_ranks = (LAYOUTS | SPLIT_LAYOUTS)[layout][0]
     assert run_ranks(wrong_parameters, num_ranks, layout, "none") == [[]] * num_ranks
 
 

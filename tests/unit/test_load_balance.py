@@ -38,7 +38,7 @@ def make_layers(*coefficients: float) -> nn.ModuleList:
 
 def test_micro_batches_are_added_and_the_bias_moves_once() -> None:
     layers = make_layers(0.5, 0.25)
-    load = ExpertLoad([layers], mesh=None)
+    load = ExpertLoad([layers], [])
     # alone, the first micro-batch would move layer 0 the other way, and further
     load.add(torch.tensor([[9, 0, 0], [0, 3, 6]]))
     load.add(torch.tensor([[0, 9, 9], [0, 0, 0]]))
@@ -51,7 +51,7 @@ def test_micro_batches_are_added_and_the_bias_moves_once() -> None:
 
 def test_next_step_counts_anew_and_moves_the_bias_further() -> None:
     layers = make_layers(0.5)
-    load = ExpertLoad([layers], mesh=None)
+    load = ExpertLoad([layers], [])
     for counts in ([[0, 3, 6]], [[0, 3, 6]], [[3, 0, 0]]):
         load.add(torch.tensor(counts))
         load.finish_step()
@@ -61,7 +61,7 @@ def test_next_step_counts_anew_and_moves_the_bias_further() -> None:
 
 def test_finish_step_without_counts_changes_nothing() -> None:
     layers = make_layers(0.5)
-    load = ExpertLoad([layers], mesh=None)
+    load = ExpertLoad([layers], [])
     load.finish_step()
     assert load.last_step_LE is None
     load.add(torch.tensor([[0, 3, 6]]))
@@ -72,7 +72,7 @@ def test_finish_step_without_counts_changes_nothing() -> None:
 
 
 def test_counts_given_to_add_are_not_changed() -> None:
-    load = ExpertLoad([make_layers(0.5)], mesh=None)
+    load = ExpertLoad([make_layers(0.5)], [])
     first, second = torch.tensor([[1, 2, 3]]), torch.tensor([[3, 2, 0]])
     load.add(first)
     load.add(second)
@@ -82,7 +82,7 @@ def test_counts_given_to_add_are_not_changed() -> None:
 
 def test_layers_of_several_parts_are_in_order() -> None:
     parts = [make_layers(0.5), make_layers(0.25)]
-    load = ExpertLoad(list(parts), mesh=None)
+    load = ExpertLoad(list(parts), [])
     load.add(torch.tensor([[0, 3, 6], [6, 3, 0]]))
     load.finish_step()
     assert parts[0][0].expert_bias.tolist() == [0.5, 0, -0.5]
@@ -91,12 +91,12 @@ def test_layers_of_several_parts_are_in_order() -> None:
 
 def test_counts_of_another_number_of_layers_are_refused() -> None:
     with pytest.raises(AssertionError):
-        ExpertLoad([make_layers(0.5)], mesh=None).add(torch.ones(2, 3, dtype=torch.int64))
+        ExpertLoad([make_layers(0.5)], []).add(torch.ones(2, 3, dtype=torch.int64))
 
 
 def test_coefficient_zero_has_no_bias_but_counts() -> None:
     layers = make_layers(0.0)
-    load = ExpertLoad([layers], mesh=None)
+    load = ExpertLoad([layers], [])
     load.add(torch.tensor([[0, 3, 6]]))
     load.finish_step()
     assert layers[0].expert_bias is None
@@ -107,7 +107,7 @@ def test_bias_keeps_its_identity_and_carries_no_gradient() -> None:
     """The optimizer hook, checkpoints and the forward have to see the same tensor."""
     layers = make_layers(0.5)
     bias = layers[0].expert_bias
-    load = ExpertLoad([layers], mesh=None)
+    load = ExpertLoad([layers], [])
     load.add(torch.tensor([[0, 3, 6]]))
     load.finish_step()
     assert layers[0].expert_bias is bias
@@ -119,7 +119,7 @@ def test_bias_pulls_the_load_towards_balance() -> None:
     for parameter in layers.parameters():
         nn.init.normal_(parameter, std=0.1)
     x = torch.randn(1, 256, 16) + 1.0
-    load = ExpertLoad([layers], mesh=None)
+    load = ExpertLoad([layers], [])
     unbalance = []
     for _ in range(60):
         load.add(layers[0](x)[1].unsqueeze(0))
@@ -132,7 +132,7 @@ def test_bias_pulls_the_load_towards_balance() -> None:
 def biases_of_ranks_with_different_tokens() -> list[list[float]]:
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     layers = make_layers(0.5)
-    load = ExpertLoad([layers], init_device_mesh("cpu", (num_ranks,)))
+    load = ExpertLoad([layers], [init_device_mesh("cpu", (num_ranks,))])
     counts = torch.tensor([[[9, 0, 0]], [[0, 4, 5]]][rank])
     load.add(counts)
     load.finish_step()
@@ -146,7 +146,7 @@ def test_counts_of_all_ranks_are_summed_before_the_bias_moves() -> None:
 
 
 def test_max_over_mean_by_hand() -> None:
-    load = ExpertLoad([make_layers(0.5, 0.5, 0.5)], mesh=None)
+    load = ExpertLoad([make_layers(0.5, 0.5, 0.5)], [])
     load.add(torch.tensor([[0, 0, 9], [3, 3, 3], [10, 20, 60]]))
     load.finish_step()
     assert load.max_over_mean_L() == [3.0, 1.0, 2.0]

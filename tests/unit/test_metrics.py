@@ -87,7 +87,7 @@ def processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExtMetricsProc
         job=SimpleNamespace(dump_folder=str(tmp_path / "run")),
         metrics=SimpleNamespace(log_experts=False),
     )
-    parallel_dims = SimpleNamespace(dp_replicate=2, dp_shard=3)
+    parallel_dims = SimpleNamespace(dp_replicate=2, dp_shard=3, cp=2)
     return ExtMetricsProcessor(job_config, parallel_dims)  # type: ignore[arg-type]
 
 
@@ -100,7 +100,8 @@ def records(processor: ExtMetricsProcessor) -> list[dict[str, Any]]:
 def log_step(processor: ExtMetricsProcessor, step: int, loss: float = 2.5) -> None:
     processor.ntokens_since_last_log = 400
     processor.data_loading_times += [0.5, 1.5]
-    processor.log(step, loss, loss, 0.75, {"n_tokens_seen": 2400.0, "lr": 1e-3})
+    # Each of the two ranks that share a sequence has counted all of it.
+    processor.log(step, loss, loss, 0.75, {"n_tokens_seen": 2 * 2400.0, "lr": 1e-3})
 
 
 def test_record_has_the_documented_keys_and_values(processor: ExtMetricsProcessor) -> None:
@@ -154,7 +155,7 @@ def test_record_of_a_moe_model_has_the_worst_load(
 ) -> None:
     processor.job_config.metrics.log_experts = log_experts
     layers = nn.ModuleList([MoE(MoEArgs(num_experts=3), dim=4, hidden_dim=4) for _ in range(2)])
-    processor.expert_load = ExpertLoad([layers], mesh=None)
+    processor.expert_load = ExpertLoad([layers], [])
     processor.expert_load.add(counts := torch.tensor([[1, 1, 1], [0, 3, 6]]))
     processor.expert_load.finish_step()
     processor.start(step=0)
@@ -168,7 +169,7 @@ def test_record_of_a_moe_model_has_the_worst_load(
 
 
 def test_record_of_a_dense_model_has_no_expert_keys(processor: ExtMetricsProcessor) -> None:
-    processor.expert_load = ExpertLoad([nn.Linear(2, 2)], mesh=None)
+    processor.expert_load = ExpertLoad([nn.Linear(2, 2)], [])
     processor.expert_load.finish_step()
     processor.job_config.metrics.log_experts = True
     processor.start(step=0)

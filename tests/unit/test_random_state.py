@@ -3,11 +3,11 @@
 import torch
 import torch.nn.functional as F
 
-from torchtitan_ext.components.random_state import mask_hash, seed_step
+from torchtitan_ext.components.random_state import Place, mask_hash, seed_step
 
 
 def _mask(seed: int, data_rank: int, step: int) -> torch.Tensor:
-    seed_step(seed, data_rank, step)
+    seed_step(seed, Place(data_rank), step)
     return F.dropout(torch.ones(1000), 0.5) > 0
 
 
@@ -26,12 +26,12 @@ def test_seed_data_rank_and_step_each_change_the_mask() -> None:
 
 
 def test_mask_hash_speaks_of_the_next_mask_and_draws_nothing() -> None:
-    seed_step(0, 0, 1)
+    seed_step(0, Place(), 1)
     state = torch.get_rng_state()
     first = mask_hash()
     assert torch.equal(torch.get_rng_state(), state)
     assert mask_hash() == first
     torch.rand(1)
     assert mask_hash() != first
-    seed_step(0, 0, 1)
+    seed_step(0, Place(), 1)
     assert mask_hash() == first
