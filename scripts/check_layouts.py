@@ -68,8 +68,7 @@ def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     import torchtitan_ext.device  # noqa: F401
     from torchtitan_ext.verify.layouts import Layout, failed, judge, norm_of
 
-    one_process = Layout("one process")
-    alone = [*one_process.applicable(flags), *one_process.flags]
+    alone = Layout("one process").applied_to(flags)
     try:
         training = load_config(alone, 1).training
     except ConfigError as error:
@@ -85,10 +84,7 @@ def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     if not layouts:
         raise ConfigError(f"--layouts {options.layouts!r}: all are refused, so nothing was checked")
     reference, bounds = _one_process(alone, batch, batch // options.ngpu)
-    tasks = [
-        Task(name, [*layout.applicable(flags_of_batch), *layout.flags])
-        for name, layout in layouts.items()
-    ]
+    tasks = [Task(name, layout.applied_to(flags_of_batch)) for name, layout in layouts.items()]
     rows = []
     for task, step in record_tasks(SCRIPT, tasks, options.ngpu):
         if isinstance(step, str):
@@ -161,7 +157,7 @@ def _accepted_layouts(
     accepted, refused = {}, {}
     for layout in asked:
         try:
-            load_config([*layout.applicable(flags), *layout.flags], options.ngpu)
+            load_config(layout.applied_to(flags), options.ngpu)
         except ConfigError as error:
             refused[layout.name] = str(error)
         else:

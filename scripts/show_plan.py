@@ -10,7 +10,6 @@ before anything is started.
 The last line printed is one JSON object.
 """
 
-import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,21 +39,15 @@ def _support() -> dict[str, Any]:
         CONDITIONS,
         FEATURES,
         PARALLELISMS,
-        unsupported_reason,
+        UNSUPPORTED,
     )
 
     of_models = {f"model {name}": spec.unsupported for name, spec in _extra_train_specs.items()}
-    refused = [
-        {"a": a, "b": b, "reason": reason}
-        for a, b in itertools.combinations(FEATURES, 2)
-        if (reason := unsupported_reason(a, b)) is not None
-    ]
-    refused += [
-        {"a": model, "b": feature, "reason": reason}
-        for model, reasons in of_models.items()
-        for feature, reason in reasons.items()
-    ]
-    partly = [{"a": a, "b": b, "reason": reason} for (a, b), reason in CONDITIONS.items()]
+    of_pairs = {(m, f): reason for m, reasons in of_models.items() for f, reason in reasons.items()}
+    refused, partly = (
+        [{"a": a, "b": b, "reason": reason} for (a, b), reason in pairs.items()]
+        for pairs in ({**UNSUPPORTED, **of_pairs}, CONDITIONS)
+    )
     _show_matrix([*FEATURES, *of_models], list(PARALLELISMS), refused, partly)
     keys = {name: feature.key for name, feature in FEATURES.items()}
     return {

@@ -23,7 +23,7 @@ _HARMLESS_WARNINGS = (
     "DTensor random operators",
     # torchtitan asks for autocast in float32, which then is off, as it should be
     "In CPU autocast, but the target dtype is not supported",
-    "Set timeout is now only supported",  # torchtitan asks for it on groups of one rank, too
+    "Set timeout is now only supported",  # torchtitan's stand-in for an axis out of use
     ".*returned a view tensor. An in-place op",  # nothing changes logits in place
 )
 

@@ -1,5 +1,6 @@
 """Tensor and context parallelism: what is reported, sent, checkpointed and resumed."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,9 @@ def collectives_of_layers(
 
     found = {}
     for name, block in blocks.items():
-        forward = sum(
-            (visit.collectives for visit in block.forwards),
-            start=type(block.backward_collectives)(),
-        )
-        again = sum(
-            (visit.collectives for visit in block.recomputations),
-            start=type(block.backward_collectives)(),
+        forward, again = (
+            sum((visit.collectives for visit in visits), Counter[str]())
+            for visits in (block.forwards, block.recomputations)
         )
         found[name] = (per_rank(forward), per_rank(again), per_rank(block.backward_collectives))
     return found

@@ -117,15 +117,14 @@ class SaveOps:
         return op in self.kept
 
     @property
-    def uncalled(self) -> set[str]:
+    def uncalled(self) -> list[str]:
         """The names of the user's whose operators no layer has called."""
-        return {name for name, ops in self._named.items() if self._called.isdisjoint(ops)}
+        return [name for name, ops in self._named.items() if self._called.isdisjoint(ops)]
 
     def check_called(self) -> None:
         """Raises ValueError for a name of the user's whose operator no layer has called."""
-        for name in self._named:
-            if name in self.uncalled:
-                raise no_operator(name)
+        for name in self.uncalled:
+            raise no_operator(name)
 
     @property
     def is_default(self) -> bool:

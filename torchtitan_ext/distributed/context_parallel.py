@@ -28,6 +28,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_ext.components.attention import CausalAttention
 
 from .names import modules_named
+from .split_sequence import length_inside
 
 
 @dataclass(frozen=True)
@@ -116,13 +117,17 @@ def share_batch(
     return inputs, labels_BS[:, own_s]
 
 
-class GatheredKeys(nn.Module):
-    """Attention of this rank's queries to the keys of all ranks."""
+class _AcrossRanks(nn.Module):
+    """Attention in a sequence that ranks share, around a model's own attention."""
 
     def __init__(self, attention: nn.Module, sequence: SharedSequence) -> None:
         super().__init__()
         self.attention = attention
         self.sequence = sequence
+
+
+class GatheredKeys(_AcrossRanks):
+    """Attention of this rank's queries to the keys of all ranks."""
 
     def forward(
         self, q_BHsK: torch.Tensor, k_BHsK: torch.Tensor, v_BHsK: torch.Tensor, *mask: Any
@@ -133,13 +138,8 @@ class GatheredKeys(nn.Module):
         return self.attention(q_BHsK, k_BHSK, v_BHSK, *mask)
 
 
-class ExchangedHeads(nn.Module):
+class ExchangedHeads(_AcrossRanks):
     """Attention of some heads to the whole sequence, for which ranks trade positions for heads."""
-
-    def __init__(self, attention: nn.Module, sequence: SharedSequence) -> None:
-        super().__init__()
-        self.attention = attention
-        self.sequence = sequence
 
     def forward(
         self, q_BHsK: torch.Tensor, k_BHsK: torch.Tensor, v_BHsK: torch.Tensor, *mask: Any
@@ -194,11 +194,7 @@ def apply_context_parallel(
 
 
 def _measure(sequence: SharedSequence, parts: int, model: nn.Module, args: tuple[Any, ...]) -> None:
-    """Notes how long the whole sequence is."""
-    tokens_or_hidden = args[0]
-    # A later stage of a pipeline gets hidden states, which tensor parallelism splits further.
-    own = tokens_or_hidden.shape[1] * (parts if tokens_or_hidden.is_floating_point() else 1)
-    sequence.length = own * sequence.num_ranks
+    sequence.length = length_inside(args[0], parts) * sequence.num_ranks
 
 
 def _own_rows(sequence: SharedSequence, module: nn.Module, args: tuple[Any, ...]) -> Any:

@@ -30,13 +30,13 @@ def apply_expert_parallel(model: nn.Module, parallel_dims: ExtParallelDims) -> N
         return
     axes = mesh.mesh_dim_names
     assert axes is not None
+    placements: dict[str, list[Placement]] = {
+        name: [Shard(0) if axis == "ep" else Shard(dim) for axis in axes]
+        for name, dim in _WIDTH_DIM.items()
+    }
     num_layers = 0
     for moe in moe_layers(model):
         assert moe.experts.num_experts % parallel_dims.ep == 0
-        placements: dict[str, list[Placement]] = {
-            name: [Shard(0) if axis == "ep" else Shard(dim) for axis in axes]
-            for name, dim in _WIDTH_DIM.items()
-        }
         distribute_parameters(moe.experts, mesh, placements)
         if parallel_dims.ep_enabled:
             moe.dispatcher = AllToAllDispatcher.for_group(parallel_dims.get_mesh("ep").get_group())

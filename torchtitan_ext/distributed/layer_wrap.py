@@ -175,7 +175,7 @@ def check_save_ops(parts: list[nn.Module], group: dist.ProcessGroup) -> None:
     A collective of the ranks that hold the parts. Raises ValueError.
     """
     uncalled: list[Any] = [None] * dist.get_world_size(group)
-    own = [getattr(part, _SAVE_OPS).uncalled for part in parts]
+    own = [set(getattr(part, _SAVE_OPS).uncalled) for part in parts]
     dist.all_gather_object(uncalled, set.intersection(*own), group=group)
     for name in sorted(set.intersection(*uncalled)):
         raise no_operator(name)

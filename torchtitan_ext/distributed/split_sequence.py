@@ -18,6 +18,17 @@ from torch.distributed._functional_collectives import (
 )
 
 
+def length_inside(tokens_or_hidden: torch.Tensor, parts: int) -> int:
+    """Positions that a region of a model has, by the model's first input.
+
+    Args:
+        tokens_or_hidden: token ids (B, S); or, in a later stage of a pipeline, this rank's part
+            (B, s, D) of the hidden states, which ``parts`` ranks have in equal lengths.
+    """
+    length = tokens_or_hidden.shape[1]
+    return length * parts if tokens_or_hidden.is_floating_point() else length
+
+
 @dataclass
 class SplitSequence:
     """How a sequence is split: rank after rank, in consecutive parts.

@@ -57,18 +57,12 @@ UNSUPPORTED: dict[tuple[str, str], str] = {
 }
 """Pairs of features, the one to be blamed first, and why they don't go together."""
 
-
 CONDITIONS: dict[tuple[str, str], str] = {
     ("validation", "pp"): "but for the schedule ZBVZeroBubble, which can't run without a backward",
     ("zero", "pp"): "without gradient accumulation",
     ("checkpoint", "pp"): "under a schedule that splits the backward, of compiled layers alone",
 }
 """Pairs that go together to a part; the check is where the condition is (pipeline_checks.py)."""
-
-
-def unsupported_reason(a: str, b: str) -> str | None:
-    """Why two features don't go together; None if they do."""
-    return UNSUPPORTED.get((a, b)) or UNSUPPORTED.get((b, a))
 
 
 def check_supported(config: Any, of_model: Mapping[str, str]) -> None:

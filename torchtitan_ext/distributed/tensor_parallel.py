@@ -24,7 +24,7 @@ from torchtitan_ext.moe import GroupedExperts, moe_layers
 
 from .local_parameters import distribute_parameters
 from .names import matches, modules_named
-from .split_sequence import SplitSequence
+from .split_sequence import SplitSequence, length_inside
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,7 @@ class _PartOfEmbedding(nn.Embedding):
 
 
 def _measure(sequence: SplitSequence, model: nn.Module, args: tuple[Any, ...]) -> None:
-    """Notes how long the whole sequence is."""
-    tokens_or_hidden = args[0]
-    length = tokens_or_hidden.shape[1]
-    # A later stage of a pipeline gets this rank's part of the hidden states.
-    is_part = tokens_or_hidden.is_floating_point()
-    sequence.length = length * sequence.num_ranks if is_part else length
+    sequence.length = length_inside(args[0], sequence.num_ranks)
 
 
 def _gather_input(sequence: SplitSequence, module: nn.Module, args: tuple[Any, ...]) -> Any:

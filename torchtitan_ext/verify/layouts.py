@@ -55,15 +55,15 @@ class Layout:
         flags = [f"--parallelism.{DEGREES[name]}={degree}" for name, degree in degrees.items()]
         return [*flags, f"--zero.stage={self.zero}"]
 
-    def applicable(self, flags: list[str]) -> list[str]:
-        """Leaves out those that speak of a parallelism which the layout does not have."""
+    def applied_to(self, flags: list[str]) -> list[str]:
+        """The layout's flags after those of ``flags`` that speak of no parallelism it lacks."""
         off = {f"parallelism.{key}" for name, key in DEGREES.items() if name not in self.degrees}
         kept = []
         for name, text in split_flags(flags):
             switches = GOVERNED.get(name.replace(".no_", "."), ())
             if not any(off.issuperset(switch.keys) for switch in switches):
                 kept.append(f"--{name}" if text is None else f"--{name}={text}")
-        return kept
+        return [*kept, *self.flags]
 
 
 @dataclass
