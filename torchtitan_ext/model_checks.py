@@ -6,11 +6,12 @@ from pathlib import Path
 
 from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
 from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
 
 from torchtitan_ext.components.routing import FOLDER, read_shape, recorded_steps, shape_of
 from torchtitan_ext.config.error import as_toml
 from torchtitan_ext.config.resume import resumes_after
+from torchtitan_ext.data.dataset import sections_with_data
+from torchtitan_ext.distributed.mesh import ExtParallelDims
 from torchtitan_ext.moe import MoEArgs
 from torchtitan_ext.moe.presets import check_preset
 
@@ -51,7 +52,7 @@ def check_keys_of_experts(job_config: JobConfig) -> None:
             )
 
 
-def check_tensor_parallel(parallel_dims: ParallelDims, sizes: Mapping[str, int]) -> None:
+def check_tensor_parallel(parallel_dims: ExtParallelDims, sizes: Mapping[str, int]) -> None:
     """Checks that what tensor parallelism splits comes apart evenly. Raises ValueError.
 
     Args:
@@ -67,14 +68,11 @@ def check_tensor_parallel(parallel_dims: ParallelDims, sizes: Mapping[str, int])
 
 
 def check_sequence_split(
-    job_config: JobConfig, parallel_dims: ParallelDims, num_heads: int
+    job_config: JobConfig, parallel_dims: ExtParallelDims, num_heads: int
 ) -> None:
     """Checks that context and tensor parallelism can split sequences. Raises ValueError."""
     tp, cp = parallel_dims.tp, parallel_dims.cp
-    sections = {"training": job_config.training}
-    if job_config.validation.enable:
-        sections["validation"] = job_config.validation
-    for name, section in sections.items():
+    for name, section in sections_with_data(job_config).items():
         if cp > 1 and section.seq_len % (2 * cp):
             raise ValueError(
                 f"[{name}] seq_len = {section.seq_len}: must be a multiple of {2 * cp} with "
@@ -101,7 +99,7 @@ def check_sequence_split(
 
 
 def check_routing(
-    job_config: JobConfig, parallel_dims: ParallelDims, args: MoEArgs, moe_layers: int
+    job_config: JobConfig, parallel_dims: ExtParallelDims, args: MoEArgs, moe_layers: int
 ) -> None:
     """Checks that expert ids which no router chose fit the model. Raises ValueError."""
     preset = job_config.routing.preset
@@ -120,12 +118,12 @@ def check_routing(
 
 
 def _check_record(
-    job_config: JobConfig, parallel_dims: ParallelDims, args: MoEArgs, moe_layers: int
+    job_config: JobConfig, parallel_dims: ExtParallelDims, args: MoEArgs, moe_layers: int
 ) -> None:
     folder = Path(job_config.routing.replay) / FOLDER
     recorded = asdict(read_shape(folder))
-    num_data_ranks = parallel_dims.dp_replicate * parallel_dims.dp_shard
-    for name, value in asdict(shape_of(job_config, num_data_ranks, args, moe_layers)).items():
+    shape = shape_of(job_config, parallel_dims.num_data_ranks, args, moe_layers)
+    for name, value in asdict(shape).items():
         if recorded[name] != value:
             raise ValueError(
                 f"was recorded with {name} = {recorded[name]}, and this run has {value}"

@@ -50,8 +50,8 @@ class ExtTrainer(Trainer):
         self.seed = job_config.debug.seed or 0
         """What every random number of the training comes from."""
         self.place = Place(*(self._rank_on(axis) for axis in ("batch", "cp", "tp", "pp")))
-        self._num_data_ranks = self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
-        share = Share(self.place.data, self._num_data_ranks, job_config.training.local_batch_size)
+        num_data_ranks = self.parallel_dims.num_data_ranks
+        share = Share(self.place.data, num_data_ranks, job_config.training.local_batch_size)
         # A part will do: [routing] is refused with several.
         self.routing = StepRouting(job_config, self.model_parts[0], share)
         self._zero_stage = job_config.zero.stage if self.parallel_dims.fsdp_enabled else 1
@@ -65,7 +65,8 @@ class ExtTrainer(Trainer):
     def global_batch_size(self) -> int:
         """Sequences of all ranks in one optimizer step."""
         local_batch_size = self.job_config.training.local_batch_size
-        return local_batch_size * self.gradient_accumulation_steps * self._num_data_ranks
+        num_data_ranks = self.parallel_dims.num_data_ranks
+        return local_batch_size * self.gradient_accumulation_steps * num_data_ranks
 
     def _rank_on(self, axis: str) -> int:
         mesh = self.parallel_dims.get_optional_mesh(axis)

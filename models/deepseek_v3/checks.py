@@ -33,7 +33,7 @@ def check_config(job_config: JobConfig, parallel_dims: ExtParallelDims) -> None:
     else:
         check_keys_of_experts(job_config)
     tokenizer = load_tokenizer(job_config, args.vocab_size)
-    check_text(parallel_dims.dp_replicate * parallel_dims.dp_shard, tokenizer, job_config)
+    check_text(parallel_dims.num_data_ranks, tokenizer, job_config)
     layer_plans = resolve_layer_plans(job_config, layer_ids, moe_layer_ids)
     check_pipeline(job_config, parallel_dims, layer_plans)
     SaveOps(job_config.layer_wrap.save_ops)

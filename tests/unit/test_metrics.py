@@ -87,7 +87,7 @@ def processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExtMetricsProc
         job=SimpleNamespace(dump_folder=str(tmp_path / "run")),
         metrics=SimpleNamespace(log_experts=False),
     )
-    parallel_dims = SimpleNamespace(dp_replicate=2, dp_shard=3, cp=2)
+    parallel_dims = SimpleNamespace(num_data_ranks=6, cp=2)
     return ExtMetricsProcessor(job_config, parallel_dims)  # type: ignore[arg-type]
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
 
+from torchtitan_ext.distributed.mesh import ExtParallelDims
 from torchtitan_ext.metrics_file import METRICS_FILE, json_line
 
 from .load_balance import ExpertLoad
@@ -17,7 +17,9 @@ from .load_balance import ExpertLoad
 class ExtMetricsProcessor(MetricsProcessor):
     """Adds ``<dump_folder>/metrics.jsonl`` to torchtitan's output, at full precision."""
 
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+    parallel_dims: ExtParallelDims
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ExtParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
         self.expert_load: ExpertLoad | None = None
         self._last_logged_step = 0
@@ -47,13 +49,14 @@ class ExtMetricsProcessor(MetricsProcessor):
         )
         num_steps = step - self._last_logged_step
         seconds = time.perf_counter() - self.time_last_log
-        data_ranks = self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
         record = {
             "step": step,
             "loss": global_avg_loss,
             "grad_norm": grad_norm,
             "lr": extra_metrics["lr"],
-            "tokens_per_second": self.ntokens_since_last_log * data_ranks / seconds,
+            "tokens_per_second": self.ntokens_since_last_log
+            * self.parallel_dims.num_data_ranks
+            / seconds,
             "tokens_seen": extra_metrics["n_tokens_seen"],
             "step_seconds": seconds / num_steps,
             "data_seconds": sum(self.data_loading_times) / num_steps,
@@ -92,7 +95,7 @@ class ExtMetricsProcessor(MetricsProcessor):
 
 
 def build_metrics_processor(
-    job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None
+    job_config: JobConfig, parallel_dims: ExtParallelDims, model_args: Any = None
 ) -> ExtMetricsProcessor:
     """For TrainSpec.build_metrics_processor_fn."""
     return ExtMetricsProcessor(job_config, parallel_dims)

@@ -31,3 +31,9 @@ def did_you_mean(name: Any, choices: Iterable[str], form: str = '"{}"') -> str:
     """Return `` (did you mean ...?)`` with the choice nearest to ``name``, or an empty string."""
     nearest = difflib.get_close_matches(str(name), list(choices), n=1)
     return f" (did you mean {form.format(nearest[0])}?)" if nearest else ""
+
+
+def listed(items: Iterable[Any]) -> str:
+    """Return the items as prose: ``1, 2 or 4``."""
+    *first, last = map(str, items)
+    return f"{', '.join(first)} or {last}" if first else last

@@ -18,16 +18,18 @@ from torchtitan.config import ConfigManager, JobConfig
 
 from torchtitan_ext import config as own_sections
 from torchtitan_ext.config.checks import (
-    check_batch,
     check_combinations,
-    check_degrees,
     check_device,
     check_folders,
     check_installed,
-    check_reshard,
-    check_seed_checkpoint,
     check_tokenizer,
     check_values,
+)
+from torchtitan_ext.config.degrees import (
+    check_batch,
+    check_degrees,
+    check_reshard,
+    check_seed_checkpoint,
     check_zero,
 )
 from torchtitan_ext.config.effects import (
@@ -87,7 +89,7 @@ def load_job_config(args: list[str], *, world_size: int, device_type: str) -> Jo
     check_device(config, device_type)
     check_installed(config)
     check_folders(config)
-    check_resumable(config, parallel_dims.dp_replicate * parallel_dims.dp_shard)
+    check_resumable(config, parallel_dims.num_data_ranks)
     _check_model(config, settings, parallel_dims)
     _check_datasets(config)
     return config
@@ -252,11 +254,9 @@ def _unknown_choice(key: str, value: str, choices: list[str]) -> ConfigError:
 
 def _check_datasets(config: JobConfig) -> None:
     from torchtitan_ext.data.corpora import check_dataset
+    from torchtitan_ext.data.dataset import sections_with_data
 
-    sections = {"training": config.training}
-    if config.validation.enable:
-        sections["validation"] = config.validation
-    for name, section in sections.items():
+    for name, section in sections_with_data(config).items():
         try:
             check_dataset(name, section.dataset, section.dataset_path)
         except ValueError as error:

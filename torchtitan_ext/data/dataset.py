@@ -302,6 +302,14 @@ def build_loader(
     )
 
 
+def sections_with_data(job_config: JobConfig) -> dict[str, Training | Validation]:
+    """The sections whose data a run reads, by name."""
+    sections: dict[str, Training | Validation] = {"training": job_config.training}
+    if job_config.validation.enable:
+        sections["validation"] = job_config.validation
+    return sections
+
+
 def is_infinite(section: str, job_config: JobConfig) -> bool:
     """Whether the data of a section is repeated: all but that of a validation with steps = -1."""
     return section == "training" or job_config.validation.steps != -1

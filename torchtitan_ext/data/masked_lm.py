@@ -40,6 +40,7 @@ from torchtitan_ext.data.dataset import (
     build_loader,
     is_infinite,
     read_first_batch,
+    sections_with_data,
 )
 from torchtitan_ext.data.masking import Masking, MaskingVocabulary
 from torchtitan_ext.data.sentence_pairs import SentencePair, SentencePairs, no_other_document
@@ -152,8 +153,7 @@ def check_masked_lm(dp_world_size: int, tokenizer: BaseTokenizer, job_config: Jo
             text that can't be read, or holds less than one sequence for every rank (one batch, if
             it is not repeated).
     """
-    for section in ["training", *["validation"] * job_config.validation.enable]:
-        config = _section(job_config, section)
+    for section, config in sections_with_data(job_config).items():
         _read_masking(section, tokenizer, job_config)
         _check_order(section, config, job_config)
         if config.dataset == "local":

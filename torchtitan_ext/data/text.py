@@ -20,6 +20,7 @@ from torchtitan_ext.data.dataset import (
     build_loader,
     is_infinite,
     read_first_batch,
+    sections_with_data,
 )
 
 
@@ -101,10 +102,7 @@ def check_text(dp_world_size: int, tokenizer: BaseTokenizer, job_config: JobConf
         ValueError: it can't be read, or holds less than one sequence for every rank.
     """
     make_dataset = functools.partial(PackedTextDataset, tokenizer=tokenizer)
-    sections = {"training": job_config.training}
-    if job_config.validation.enable:
-        sections["validation"] = job_config.validation
-    for section, config in sections.items():
+    for section, config in sections_with_data(job_config).items():
         if config.dataset == "local":
             infinite = is_infinite(section, job_config)
             loader = build_loader(

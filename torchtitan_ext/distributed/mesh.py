@@ -29,6 +29,11 @@ class ExtParallelDims(ParallelDims):
         return super().fsdp_enabled or self.tp_enabled
 
     @property
+    def num_data_ranks(self) -> int:
+        """Ranks that read different sequences; others share theirs."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
     def data_parallel_enabled(self) -> bool:
         """Whether FSDP2 handles the parameters, by sharding or by replicating them."""
         return self.fsdp_enabled or self.dp_replicate_enabled

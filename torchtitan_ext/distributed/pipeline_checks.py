@@ -14,13 +14,13 @@ from torch.distributed.pipelining.schedules import (
     _validate_schedule,
     get_schedule_class,
 )
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 
 from torchtitan_ext.config.error import refusal
 
 from .fsdp import gives_up_parameters
 from .layer_wrap import LayerPlan
+from .mesh import ExtParallelDims
 
 _SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
 _HALVES = (_ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT)
@@ -44,7 +44,7 @@ class PipelinePlan:
 
 
 def check_pipeline(
-    job_config: Any, parallel_dims: ParallelDims, layer_plans: Collection[LayerPlan]
+    job_config: Any, parallel_dims: ExtParallelDims, layer_plans: Collection[LayerPlan]
 ) -> None:
     """Checks what pipeline parallelism demands of a model with these layers.
 
@@ -200,7 +200,7 @@ def _check_csv(parallelism: Any, num_stages: int, num_micro_batches: int) -> boo
 
 
 def _check_split_backward(
-    job_config: Any, parallel_dims: ParallelDims, layer_plans: Collection[LayerPlan]
+    job_config: Any, parallel_dims: ExtParallelDims, layer_plans: Collection[LayerPlan]
 ) -> None:
     """Raises ConfigError for what goes wrong between the halves of a backward."""
     parallelism = job_config.parallelism
@@ -235,7 +235,7 @@ def _check_order(
         raise refusal(_CSV, path, "its ranks would wait for one another forever") from None
 
 
-def _check_accumulation(job_config: Any, parallel_dims: ParallelDims) -> None:
+def _check_accumulation(job_config: Any, parallel_dims: ExtParallelDims) -> None:
     if not parallel_dims.fsdp_enabled:
         return
     if job_config.zero.stage != 3 and _num_steps(job_config, parallel_dims) > 1:
@@ -247,11 +247,11 @@ def _check_accumulation(job_config: Any, parallel_dims: ParallelDims) -> None:
         )
 
 
-def _num_steps(job_config: Any, parallel_dims: ParallelDims) -> int:
+def _num_steps(job_config: Any, parallel_dims: ExtParallelDims) -> int:
     """Steps of the schedule in one optimizer step."""
     training = job_config.training
-    data_ranks = parallel_dims.dp_replicate * parallel_dims.dp_shard
-    return max(1, training.global_batch_size // (training.local_batch_size * data_ranks))
+    batch = training.local_batch_size * parallel_dims.num_data_ranks
+    return max(1, training.global_batch_size // batch)
 
 
 def _check_validation(job_config: Any, plan: PipelinePlan) -> None:
