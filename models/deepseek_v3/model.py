@@ -19,7 +19,7 @@ from torchtitan_ext.components.initialize import (
     init_parameters,
 )
 from torchtitan_ext.model_output import ModelOutput
-from torchtitan_ext.moe import FeedForward, MoE
+from torchtitan_ext.moe import FeedForward, MoE, moe_layers
 
 from .args import DeepSeekV3ModelArgs
 from .rope import apply_rope, attention_scale, rope_cache
@@ -162,11 +162,12 @@ class DeepSeekV3Model(ModelProtocol):
         ======================  ====================================================
         """
         init_parameters(self, self.model_args.init_seed, self._initializer)
-        with torch.device(buffer_device or self.rope.device):
+        device = buffer_device or self.rope.device
+        with torch.device(device):
             self.rope = rope_cache(self.model_args)
-        for name, buffer in self.named_buffers():
-            if name.endswith("expert_bias"):
-                buffer.zero_()
+        for moe in moe_layers(self):
+            if moe.expert_bias is not None:
+                moe.expert_bias = torch.zeros_like(moe.expert_bias, device=device)
 
     def _initializer(self, name: str) -> Initializer:
         leaf = name.removesuffix(".weight").rpartition(".")[2]

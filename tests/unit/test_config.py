@@ -294,7 +294,6 @@ def test_toml_syntax_error_names_line() -> None:
         (["--validation.enable", "--validation.freq=0"], "[validation] freq = 0: must be at"),
         (["--activation_checkpoint.selective_ac_option=0"], 'must be "op", or a positive integer'),
         (["--activation_checkpoint.selective_ac_option=ops"], '"ops": must be "op", or'),
-        (["--training.enable_cpu_offload"], "not supported yet"),
         (["--activation_checkpoint.mode=memory_budget"], "nothing pins its random numbers"),
         (["--activation_checkpoint.determinism_check=x"], "must be one of default, none"),
         (["--activation_checkpoint.no_preserve_rng_state"], "draws other dropout masks"),
@@ -403,6 +402,7 @@ def test_global_batch_size_must_be_whole(size: int, message: str | None) -> None
     [
         ["--profiling.enable_memory_snapshot"],
         ["--training.dataloader.pin_memory"],
+        ["--training.enable_cpu_offload", "--parallelism.tensor_parallel_degree=2"],
         ["--validation.dataloader.pin_memory", "--validation.enable"],
         ["--checkpoint.async_mode=async_with_pinned_mem", "--checkpoint.enable"],
     ],
@@ -410,6 +410,16 @@ def test_global_batch_size_must_be_whole(size: int, message: str | None) -> None
 def test_accelerator_feature_on_cpu_is_refused(flags: list[str]) -> None:
     assert "needs an accelerator" in refusal_of(*flags)
     load(*flags, device_type="cuda")
+
+
+@pytest.mark.parametrize("flags", [[], ["--parallelism.data_parallel_replicate_degree=2"]])
+def test_offload_of_parameters_that_are_not_sharded_is_refused(flags: list[str]) -> None:
+    offload = [*flags, "--training.enable_cpu_offload"]
+    world_size = len(flags) + 1
+    assert "has no effect, as FSDP shards no" in refusal_of(
+        *offload, world_size=world_size, device_type="cuda"
+    )
+    load(*offload, world_size=4, device_type="cuda")
 
 
 # --- options without effect

@@ -362,6 +362,16 @@ def test_init_weights_after_meta_leaves_nothing_uninitialised(args: DeepSeekV3Mo
         assert torch.equal(value, expected[name]), name
 
 
+def test_buffers_are_made_on_the_device_they_are_asked_for() -> None:
+    """With parameters on the host, buffers have to be where the forward runs."""
+    model = DeepSeekV3Model(small_args())
+    model.init_weights(buffer_device=torch.device("meta"))
+    devices = {name: buffer.device.type for name, buffer in model.named_buffers()}
+    assert any(name.endswith("expert_bias") for name in devices)
+    assert set(devices.values()) == {"meta"}, devices
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
 def test_init_weights_depth_scales_what_writes_into_the_residual() -> None:
     model = DeepSeekV3Model(small_args(dim=64, vocab_size=512))
     model.init_weights()

@@ -29,6 +29,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 _NEEDS_ACCELERATOR = (
     "profiling.enable_memory_snapshot",
     "training.dataloader.pin_memory",
+    "training.enable_cpu_offload",
     "validation.dataloader.pin_memory",
 )
 

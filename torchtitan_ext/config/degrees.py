@@ -120,6 +120,17 @@ def check_reshard(choice: str, world_size: int, shard_degree: int) -> None:
         )
 
 
+def check_offload(enabled: bool, fsdp_enabled: bool) -> None:
+    """Check that there are parameters to keep on the host. Raises ConfigError."""
+    if enabled and not fsdp_enabled:
+        raise refusal(
+            "training.enable_cpu_offload",
+            True,
+            "has no effect, as FSDP shards no parameter: it needs ranks to shard over "
+            "(data_parallel_shard_degree), or tensor or context parallelism",
+        )
+
+
 def check_batch(training: Any, data_parallel_degree: int) -> None:
     """Check that the global batch is a whole number of local batches on every rank.
 

@@ -173,7 +173,7 @@ ALWAYS_READ: frozenset[str] = frozenset(
     + _keys("optimizer", "name lr weight_decay implementation")
     + _keys("lr_scheduler", "warmup_steps total_steps decay_ratio")
     + _keys("training", "dataset dataset_path local_batch_size global_batch_size seq_len steps")
-    + _keys("training", "max_norm dtype gc_debug")
+    + _keys("training", "max_norm dtype gc_debug enable_cpu_offload")
     + _keys("training", "mixed_precision_param mixed_precision_reduce")
     + _keys("training.dataloader", "num_workers pin_memory")
     + _keys("parallelism", "data_parallel_replicate_degree data_parallel_shard_degree")
@@ -310,7 +310,6 @@ REFUSED: dict[str, str] = {
     "model.tokenizer_path": "deprecated; use model.hf_assets_path",
     "experimental.custom_args_module": "deprecated; use job.custom_config_module",
     "model.converters": "not supported yet; leave it empty",
-    "training.enable_cpu_offload": "not supported yet; use false",
     "optimizer.early_step_in_backward": (
         "not supported: it steps on gradients that training.max_norm has not clipped yet"
     ),

@@ -28,6 +28,7 @@ from torchtitan_ext.config.checks import (
 from torchtitan_ext.config.degrees import (
     check_batch,
     check_degrees,
+    check_offload,
     check_reshard,
     check_seed_checkpoint,
     check_zero,
@@ -194,7 +195,7 @@ def _check_layout(config: JobConfig, world_size: int) -> ExtParallelDims:
     check_zero(config.zero.stage, replicate_degree, num_shards)
     check_reshard(parallelism.fsdp_reshard_after_forward, world_size, num_shards)
     check_seed_checkpoint(config, world_size)
-    return ExtParallelDims(
+    parallel_dims = ExtParallelDims(
         dp_replicate=replicate_degree,
         dp_shard=shard_degree,
         cp=parallelism.context_parallel_degree,
@@ -204,6 +205,8 @@ def _check_layout(config: JobConfig, world_size: int) -> ExtParallelDims:
         etp=parallelism.expert_tensor_parallel_degree,
         world_size=world_size,
     )
+    check_offload(config.training.enable_cpu_offload, parallel_dims.fsdp_enabled)
+    return parallel_dims
 
 
 def _check_model(config: JobConfig, settings: Settings, parallel_dims: ExtParallelDims) -> None:

@@ -10,7 +10,13 @@ from collections.abc import Callable
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     HSDPMeshInfo,
@@ -48,7 +54,8 @@ def apply_data_parallel(
     )
     if parallel_dims.fsdp_enabled:
         reshard = job_config.zero.stage == 3 and gives_up_parameters(job_config)
-        _fully_shard(model, parallel_dims, mp_policy, reshard_after_forward=reshard)
+        offload = CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy()
+        _fully_shard(model, parallel_dims, mp_policy, offload, reshard_after_forward=reshard)
     else:
         _replicate(model, parallel_dims.get_mesh("dp_replicate"), mp_policy)
     _sum_gradients(model)
@@ -68,6 +75,7 @@ def _fully_shard(
     model: nn.Module,
     parallel_dims: ExtParallelDims,
     mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
     *,
     reshard_after_forward: bool,
 ) -> None:
@@ -76,7 +84,12 @@ def _fully_shard(
     edp_mesh = parallel_dims.get_mesh([*replicated, "efsdp"]) if parallel_dims.ep_enabled else None
 
     place = _shard_placement(model, dp_mesh, edp_mesh, parallel_dims.ep)
-    shared = {"mesh": dp_mesh, "mp_policy": mp_policy, "shard_placement_fn": place}
+    shared = {
+        "mesh": dp_mesh,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "shard_placement_fn": place,
+    }
     blocks, embedding, head = _groups(model)
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **shared)
