@@ -85,19 +85,18 @@ def _check(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         raise ConfigError(f"--layouts {options.layouts!r}: all are refused, so nothing was checked")
     reference, bounds = _one_process(alone, batch, batch // options.ngpu)
     tasks = [Task(name, layout.applied_to(flags_of_batch)) for name, layout in layouts.items()]
-    rows = []
-    for task, step in record_tasks(SCRIPT, tasks, options.ngpu):
-        if isinstance(step, str):
-            rows.append(failed(layouts[task.name], step))
-        else:
-            rows.append(judge(layouts[task.name], step, reference, bounds, options.ngpu))
     show(
         f"one process: loss {reference.loss:.6f}; a gradient's rounding is up to "
         f"{statistics.median(bounds.values()):.1e} (median of the parameters)"
     )
-    for row in rows:
-        detail = row.reason or f"at most {row.error:.1e}, {row.worst_parameter}"
-        _show_row(row.layout, row.verdict, detail)
+    rows = []
+    for task, step in record_tasks(SCRIPT, tasks, options.ngpu):
+        layout = layouts[task.name]
+        if isinstance(step, str):
+            rows.append(failed(layout, step))
+        else:
+            rows.append(judge(layout, step, reference, bounds, options.ngpu))
+        _show_row(rows[-1])
     return {
         "layouts": [asdict(row) for row in rows],
         "refused": [{"layout": name, "reason": reason} for name, reason in refused.items()],
@@ -172,9 +171,9 @@ def _record(task: Task, config: Any) -> Any:
     return record_step(for_comparison(config))
 
 
-def _show_row(layout: str, verdict: str, detail: str) -> None:
-    start = f"{layout:<26}  {verdict:<8}  "
-    show(start + detail, indent=len(start))
+def _show_row(row: Any) -> None:
+    start = f"{row.layout:<26}  {row.verdict:<8}  "
+    show(start + (row.reason or f"at most {row.error:.1e}, {row.worst_parameter}"), len(start))
 
 
 if __name__ == "__main__":
