@@ -187,6 +187,17 @@ def test_sequence_that_does_not_divide_is_split_all_the_same(tmp_path: Path) -> 
         assert_same(run_tiny(tmp_path, layout, "full", None, "SGD", flags[:1]), reference)
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_sequence_for_the_fused_kernel_is_shared(tmp_path: Path, backend: str | None) -> None:
+    """A rank's last queries have more keys than the explicit way takes, its first ones fewer."""
+    sizes = ["--training.seq_len=1040", "--training.global_batch_size=2"]
+    sgd = ["--optimizer.name=SGD", "--optimizer.lr=1.0"]
+    local = "--training.local_batch_size=2"
+    reference = run_ranks(train, 1, [*sizes, *sgd, local], str(tmp_path))[0]
+    run = run_tiny(tmp_path, "cp2_ep2", "full", backend, "SGD", [*sizes, local])
+    assert_same(run, reference)
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "replicas"), [(4, 1), pytest.param(8, 2, marks=pytest.mark.slow)]
 )

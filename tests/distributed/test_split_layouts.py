@@ -90,7 +90,7 @@ def collectives_of_layers(
             {"all_gather": 2, "reduce_scatter": 2},
             {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 7},
         ),
-        ([CP, FULL], {"all_gather": 2}, {"all_gather": 2}, {"reduce_scatter": 2}),
+        ([CP, FULL], {"all_gather": 1}, {"all_gather": 1}, {"reduce_scatter": 1}),
         ([CP, ALLTOALL, FULL], {"all_to_all": 4}, {"all_to_all": 4}, {"all_to_all": 4}),
     ],
     ids=["tp-full", "tp-op", "tp-etp", "cp-allgather", "cp-alltoall"],

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan_ext.components import attention
@@ -136,3 +137,19 @@ def test_runs_of_queries_see_what_comes_before_them() -> None:
     found = torch.autograd.grad((out * factor).sum(), [q, k, v])
     wanted = torch.autograd.grad((expected * factor).sum(), [q, k, v])
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("way")
+def test_ranks_that_share_a_sequence_run_the_same_operators() -> None:
+    """Otherwise their compiled graphs differ in shape, and can order collectives differently."""
+    q, k, v = make_inputs(torch.float32, seq_len=16)
+
+    def operators(chunk: int, query_starts: tuple[int, ...]) -> tuple[str, ...]:
+        own_q = q[..., : 2 * chunk, :]
+        graph = make_fx(lambda *qkv: causal_attention(*qkv, query_starts))(own_q, k, v).graph
+        return tuple(str(node.target) for node in graph.nodes)
+
+    for degree in (2, 4):
+        chunk = 16 // (2 * degree)
+        starts = [(r * chunk, (2 * degree - 1 - r) * chunk) for r in range(degree)]
+        assert len({operators(chunk, of_rank) for of_rank in starts}) == 1

@@ -3,10 +3,11 @@
 Shapes: B batch, H heads, S sequence (Q queries of it), K width of queries and keys, V of values.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.bias import causal_lower_right
 
 # Up to here the scores are small, and plain matrix products beat the CPU's fused kernel: twice as
 # fast at S = 256 in bf16 (docs/performance.md).
@@ -40,10 +41,20 @@ class CausalAttention(nn.Module):
             v_BHSV: their values.
             query_starts: where the runs of queries begin.
         """
+        is_short = k_BHSK.shape[-2] <= _MAX_SEQ_LEN_EXPLICIT
+        if q_BHQK.device.type == "cpu" and is_short:
+            attend = _explicit
+        elif len(query_starts) == 1 and q_BHQK.shape[-2] == k_BHSK.shape[-2]:
+            attend = _fused
+        else:
+            attend = _fused_with_mask
+        # Ranks that share a sequence differ in where their queries start. Each takes the same way,
+        # by the same operators: otherwise their graphs could order collectives differently.
         outputs = []
         for q, start in zip(q_BHQK.chunk(len(query_starts), -2), query_starts, strict=True):
             end = start + q.shape[-2]
-            outputs.append(_attend(q, k_BHSK[:, :, :end], v_BHSV[:, :, :end], self.scale))
+            k, v = (x.narrow(-2, 0, end) for x in (k_BHSK, v_BHSV))
+            outputs.append(attend(q, k, v, self.scale))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -2)
 
 
@@ -71,37 +82,40 @@ class BidirectionalAttention(nn.Module):
         )
 
 
-def _attend(
-    q_BHQK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Of queries at the last Q of S positions."""
-    if q_BHQK.device.type != "cpu":
-        return _fused(q_BHQK, k_BHSK, v_BHSV, scale)
-    if k_BHSK.shape[-2] <= _MAX_SEQ_LEN_EXPLICIT:
-        return _explicit(q_BHQK, k_BHSK, v_BHSV, scale)
-    # The CPU's fused kernel wants values as wide as the keys; without it torch falls back to
-    # products in float32.
-    width = v_BHSV.shape[-1]
-    v_padded = F.pad(v_BHSV, (0, q_BHQK.shape[-1] - width))
-    return _fused(q_BHQK, k_BHSK, v_padded, scale)[..., :width]
-
-
 def _fused(
     q_BHQK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    num_queries, num_keys = q_BHQK.shape[-2], k_BHSK.shape[-2]
-    if num_queries == num_keys:
-        return F.scaled_dot_product_attention(q_BHQK, k_BHSK, v_BHSV, is_causal=True, scale=scale)
-    mask: torch.Tensor = causal_lower_right(num_queries, num_keys)
-    if q_BHQK.device.type == "cpu":  # whose kernel takes no mask by its name
-        mask = _is_past(num_queries, num_keys, q_BHQK.device)
-    return F.scaled_dot_product_attention(q_BHQK, k_BHSK, v_BHSV, attn_mask=mask, scale=scale)
+    """Of queries at all positions."""
+    return _fused_kernel(q_BHQK, k_BHSK, v_BHSV, is_causal=True, scale=scale)
+
+
+def _fused_with_mask(
+    q_BHQK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Of queries at the last Q of S positions."""
+    # Not torch's CausalBias, whose mask has no elements: it can't be made in a checkpointed region.
+    mask = _is_past(q_BHQK.shape[-2], k_BHSK.shape[-2], q_BHQK.device)
+    return _fused_kernel(q_BHQK, k_BHSK, v_BHSV, attn_mask=mask, scale=scale)
+
+
+def _fused_kernel(
+    q_BHQK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, **kwargs: Any
+) -> torch.Tensor:
+    if q_BHQK.device.type != "cpu":
+        return F.scaled_dot_product_attention(q_BHQK, k_BHSK, v_BHSV, **kwargs)
+    # The CPU's kernel wants values as wide as the keys; without it torch falls back to products in
+    # float32.
+    width = v_BHSV.shape[-1]
+    v_padded = F.pad(v_BHSV, (0, q_BHQK.shape[-1] - width))
+    return F.scaled_dot_product_attention(q_BHQK, k_BHSK, v_padded, **kwargs)[..., :width]
 
 
 def _explicit(
     q_BHQK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """A block of queries at a time, as none needs the keys that come after it."""
+    """Of queries at the last Q of S positions, a block of queries at a time, as none needs the keys
+    that come after it.
+    """
     num_queries = q_BHQK.shape[-2]
     first_position = k_BHSK.shape[-2] - num_queries
     blocks = []
@@ -110,8 +124,8 @@ def _explicit(
         num_keys = first_position + end
         queries, keys, values = (
             q_BHQK[:, :, start:end],
-            k_BHSK[:, :, :num_keys],
-            v_BHSV[:, :, :num_keys],
+            k_BHSK.narrow(-2, 0, num_keys),
+            v_BHSV.narrow(-2, 0, num_keys),
         )
         scores = (queries * scale) @ keys.transpose(-2, -1)
         is_future = ~_is_past(end - start, num_keys, scores.device)

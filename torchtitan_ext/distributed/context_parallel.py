@@ -132,7 +132,10 @@ class GatheredKeys(_AcrossRanks):
     def forward(
         self, q_BHsK: torch.Tensor, k_BHsK: torch.Tensor, v_BHsK: torch.Tensor, *mask: Any
     ) -> torch.Tensor:
-        k_BHSK, v_BHSK = (self.sequence.gather(x, 2) for x in (k_BHsK, v_BHsK))
+        # In one collective: two that don't depend on one another could come in another order on
+        # ranks whose graphs differ.
+        kv_BHSK = self.sequence.gather(torch.cat([k_BHsK, v_BHsK], -1), 2)
+        k_BHSK, v_BHSK = kv_BHSK.split([k_BHsK.shape[-1], v_BHsK.shape[-1]], -1)
         if isinstance(self.attention, CausalAttention):
             return self.attention(q_BHsK, k_BHSK, v_BHSK, self.sequence.starts)
         return self.attention(q_BHsK, k_BHSK, v_BHSK, *mask)
