@@ -18,6 +18,9 @@ from torchtitan_ext.verify.step import full_tensors as gather_tensors
 
 CONFIG = "tests/assets/deepseek_v3_tiny.toml"
 
+# A rate at which two steps of SGD move the weights about as far as Adam's.
+SGD = ["--optimizer.name=SGD", "--optimizer.lr=1.0"]
+
 
 @dataclass
 class Run:

@@ -7,11 +7,16 @@ import pytest
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tests import tiny
-from tests.distributed.test_parity import assert_same
 from tests.ranks import run_ranks
+from tests.tiny import SGD, Run, assert_same, train
 from torchtitan_ext.distributed import fsdp
 
-SGD = ["--optimizer.name=SGD", "--optimizer.lr=1.0"]
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One process."""
+    flags = ["--training.local_batch_size=8", *SGD]
+    return run_ranks(train, 1, flags, str(tmp_path_factory.mktemp("reference")))[0]
 
 
 def train_offloaded(flags: list[str], folder: str) -> Any:
@@ -27,8 +32,7 @@ def train_offloaded(flags: list[str], folder: str) -> Any:
     tiny.load_job_config = lambda *args, **kwargs: load_job_config(
         *args, **{**kwargs, "device_type": "cuda"}
     )
-    run = tiny.train(flags, folder)
-    return run, len(policies)
+    return train(flags, folder), len(policies)
 
 
 @pytest.mark.parametrize(
@@ -38,8 +42,9 @@ def train_offloaded(flags: list[str], folder: str) -> Any:
         ["--training.local_batch_size=8", "--parallelism.tensor_parallel_degree=2"],
     ],
 )
-def test_offloaded_parameters_train_the_same(tmp_path: Path, flags: list[str]) -> None:
-    reference = run_ranks(tiny.train, 1, ["--training.local_batch_size=8", *SGD], str(tmp_path))[0]
+def test_offloaded_parameters_train_the_same(
+    reference: Run, tmp_path: Path, flags: list[str]
+) -> None:
     offload = "--training.enable_cpu_offload"
     run, num_policies = run_ranks(train_offloaded, 2, [*flags, *SGD, offload], str(tmp_path))[0]
     assert num_policies == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from tests.tiny import Run, assert_same, train
+from tests.tiny import SGD, Run, assert_same, train
 
 GLOBAL_BATCH = 8
 GLOBAL = "--training.global_batch_size"
@@ -72,8 +72,7 @@ def run_tiny(
         flags += ["--compile.enable", f"--compile.backend={backend}", "--compile.components=model"]
     flags += {
         "AdamW": [],
-        # A rate at which two steps of SGD move the weights about as far as Adam's.
-        "SGD": ["--optimizer.name=SGD", "--optimizer.lr=1.0"],
+        "SGD": SGD,
     }[optimizer]
     flags += further_flags
     return run_ranks(train, num_ranks, flags, str(folder), timeout=600)[0]
@@ -181,20 +180,18 @@ def test_option_of_a_layout_changes_no_number(
 
 def test_sequence_that_does_not_divide_is_split_all_the_same(tmp_path: Path) -> None:
     """31 tokens over 2 and over 4 ranks: some have one more than others."""
-    flags = ["--training.seq_len=31", "--optimizer.name=SGD", "--optimizer.lr=1.0"]
-    reference = run_ranks(train, 1, flags, str(tmp_path))[0]
+    flags = ["--training.seq_len=31"]
+    reference = run_ranks(train, 1, [*flags, *SGD], str(tmp_path))[0]
     for layout in ("fsdp2_tp2_ep4", "tp4_ep2"):
-        assert_same(run_tiny(tmp_path, layout, "full", None, "SGD", flags[:1]), reference)
+        assert_same(run_tiny(tmp_path, layout, "full", None, "SGD", flags), reference)
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_sequence_for_the_fused_kernel_is_shared(tmp_path: Path, backend: str | None) -> None:
     """A rank's last queries have more keys than the explicit way takes, its first ones fewer."""
-    sizes = ["--training.seq_len=1040", "--training.global_batch_size=2"]
-    sgd = ["--optimizer.name=SGD", "--optimizer.lr=1.0"]
-    local = "--training.local_batch_size=2"
-    reference = run_ranks(train, 1, [*sizes, *sgd, local], str(tmp_path))[0]
-    run = run_tiny(tmp_path, "cp2_ep2", "full", backend, "SGD", [*sizes, local])
+    flags = ["--training.seq_len=1040", "--training.local_batch_size=2", f"{GLOBAL}=2"]
+    reference = run_ranks(train, 1, [*flags, *SGD], str(tmp_path))[0]
+    run = run_tiny(tmp_path, "cp2_ep2", "full", backend, "SGD", flags)
     assert_same(run, reference)
 
 

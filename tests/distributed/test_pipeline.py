@@ -19,6 +19,7 @@ from tests.ranks import run_ranks
 from tests.tiny import (
     CONFIG,
     FLAVORS,
+    SGD,
     Run,
     assert_same,
     build_trainer,
@@ -39,8 +40,7 @@ OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selecti
 AOT_EAGER = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager"]
 # A split backward needs the parameters that FSDP gathered for the forward.
 KEPT = ["--parallelism.fsdp_reshard_after_forward=never"]
-# A rate at which two steps of SGD move the weights about as far as Adam's.
-OPTIMIZERS = {"AdamW": [], "SGD": ["--optimizer.name=SGD", "--optimizer.lr=1.0"]}
+OPTIMIZERS = {"AdamW": [], "SGD": SGD}
 SCHEDULES = (
     *("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"),
     *("InterleavedZeroBubble", "ZBVZeroBubble"),

@@ -6,12 +6,21 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.tiny import Run, assert_same, build_trainer, finish, moe_layers, observe, steps, train
+from tests.tiny import (
+    SGD,
+    Run,
+    assert_same,
+    build_trainer,
+    finish,
+    moe_layers,
+    observe,
+    steps,
+    train,
+)
 
 EP2 = ["--parallelism.expert_parallel_degree=2", "--training.local_batch_size=4"]
 FULL = ["--activation_checkpoint.mode=full"]
 AOT_EAGER = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager"]
-SGD = ["--optimizer.name=SGD", "--optimizer.lr=1.0"]
 TOKENS = 8 * 32
 
 

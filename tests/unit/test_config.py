@@ -412,10 +412,13 @@ def test_accelerator_feature_on_cpu_is_refused(flags: list[str]) -> None:
     load(*flags, device_type="cuda")
 
 
-@pytest.mark.parametrize("flags", [[], ["--parallelism.data_parallel_replicate_degree=2"]])
-def test_offload_of_parameters_that_are_not_sharded_is_refused(flags: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "world_size"), [([], 1), (["--parallelism.data_parallel_replicate_degree=2"], 2)]
+)
+def test_offload_of_parameters_that_are_not_sharded_is_refused(
+    flags: list[str], world_size: int
+) -> None:
     offload = [*flags, "--training.enable_cpu_offload"]
-    world_size = len(flags) + 1
     assert "has no effect, as FSDP shards no" in refusal_of(
         *offload, world_size=world_size, device_type="cuda"
     )
