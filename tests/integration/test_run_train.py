@@ -196,6 +196,8 @@ def test_signal_ends_torchrun(stub: dict[str, str], tmp_path: Path, number: sign
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         text=True,
+        # A shell that starts the tests in the background has them ignore it, and so would this.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
