@@ -8,7 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from torchtitan_ext.distributed.compile_cache import tag_compile_caches
+
 torch.set_num_threads(1)
+# Some tests compile a block without what a trainer does before.
+tag_compile_caches()
 
 
 @pytest.fixture(autouse=True)

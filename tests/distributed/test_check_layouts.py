@@ -26,11 +26,13 @@ from torchtitan_ext.verify.layouts import (
 )
 from torchtitan_ext.verify.step import StepRecord, record_step
 
-BERT = [*bert.CONFIG, "--compile.no-enable", "--training.seq_len=32", "--zero.stage=3"]
+SHIPPED = [*bert.CONFIG, "--training.seq_len=32", "--zero.stage=3"]
+BERT = [*SHIPPED, "--compile.no-enable"]
+COMPILED = [*SHIPPED, "--compile.backend=aot_eager"]
 MOE = [f"--job.config_file={tiny.CONFIG}"]
 # Padded, with a second head.
 PAIRS = [*BERT, "--mlm.next_sentence"]
-FLAGS = {"bert": BERT, "pairs": PAIRS, "moe": MOE}
+FLAGS = {"bert": BERT, "compiled bert": COMPILED, "pairs": PAIRS, "moe": MOE}
 
 
 def record(flags: list[str], folder: str, plant: Callable[[], None] = lambda: None) -> StepRecord:
@@ -87,6 +89,8 @@ def check(
         ("bert", "dp_replicate=2", 2),
         ("bert", "tp=2", 2),
         ("bert", "tp=2:cp=2", 4),
+        ("compiled bert", "tp=2", 2),
+        ("compiled bert", "cp=2", 2),
         ("pairs", "tp=2:cp=2", 4),
         ("moe", "fsdp", 2),
         ("moe", "ep=2", 2),

@@ -28,6 +28,7 @@ from torchtitan_ext.verify.recompute import (
 )
 from torchtitan_ext.verify.step import record_step
 
+TP = ["--parallelism.tensor_parallel_degree=2"]
 BERT = [*bert.CONFIG, "--training.seq_len=32", "--training.local_batch_size=2"]
 MOE = [f"--job.config_file={tiny.CONFIG}", "--training.local_batch_size=2"]
 FULL = ["--activation_checkpoint.mode=full"]
@@ -83,6 +84,7 @@ def faults_of(verdicts: list[LayerVerdict]) -> list[str]:
         ([*BERT, *EAGER, *OP], 2, ["op", "op"]),
         ([*BERT, "--compile.backend=inductor", *FULL], 1, ["full", "full"]),
         ([*BERT, "--compile.backend=aot_eager", *OP], 1, ["op", "op"]),
+        ([*BERT, "--compile.backend=aot_eager", *FULL, *TP], 2, ["full", "full"]),
         ([*MOE, *FULL], 1, ["full", "full", "full"]),
         ([*MOE, *FULL, "--parallelism.expert_parallel_degree=2"], 2, ["full", "full", "full"]),
         ([*MOE, *OP, "--parallelism.expert_parallel_degree=2"], 2, ["op", "op", "op"]),

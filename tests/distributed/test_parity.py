@@ -6,6 +6,7 @@ with AdamW, and with SGD, as Adam hides a gradient of the wrong scale.
 """
 
 import itertools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -193,6 +194,23 @@ def test_sequence_for_the_fused_kernel_is_shared(tmp_path: Path, backend: str | 
     reference = run_ranks(train, 1, [*flags, *SGD], str(tmp_path))[0]
     run = run_tiny(tmp_path, "cp2_ep2", "full", backend, "SGD", flags)
     assert_same(run, reference)
+
+
+def test_second_start_takes_no_graph_of_another_rank(
+    references: dict[str, Run], tmp_path: Path
+) -> None:
+    """Of a compiled loss along the vocabulary; the first start fills the compiler's cache."""
+    flags = ["--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=8", *SGD]
+    flags += ["--compile.enable", "--compile.components=loss"]
+    for start in ("first", "second"):
+        folder = str(tmp_path / start)
+        run = run_ranks(train_with_cache, 2, flags, folder, str(tmp_path / "cache"), timeout=600)[0]
+        assert_same(run, references["SGD"])
+
+
+def train_with_cache(flags: list[str], folder: str, cache: str) -> Run:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    return train(flags, folder)
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ def test_source_hash_changes_with_any_file_and_with_nothing_else(package: Path) 
     assert source_hash() not in (before, edited)
 
 
-def test_tag_is_part_of_the_caches_key_once_and_keeps_the_users() -> None:
+def test_tag_is_there_once_with_the_rank_and_the_users_own() -> None:
     with torch.compiler.config.patch(cache_key_tag="mine"):
         tag_compile_caches()
-        tag_compile_caches()
-        assert torch.compiler.config.cache_key_tag == f"minetorchtitan_ext-{source_hash()}"
+        tag_compile_caches(tensor_rank=3)
+        assert torch.compiler.config.cache_key_tag == f"minetorchtitan_ext-{source_hash()}-tp3"

@@ -17,7 +17,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_ext.config import CheckpointMode, match_layers
 
 from .checkpoint_policy import SaveOps, build_context_fn, no_operator
-from .compile_cache import tag_compile_caches
+from .local_parameters import make_parts_before_forward
 
 # Attributes of a model's part: the kinds of all layers of the model, and what was to be kept.
 _WHOLE = "layer_kinds_of_whole_model"
@@ -116,13 +116,13 @@ def apply_layer_wrap(model: nn.Module, job_config: JobConfig) -> None:
     layers = model.get_submodule("layers")
     plans = plans_of(model, job_config)
     save_ops = SaveOps(job_config.layer_wrap.save_ops)
-    tag_compile_caches()
     for plan in plans:
         block = layers.get_submodule(str(plan.layer_id))
         if plan.checkpoint != "none":
             block = _checkpoint(block, plan, job_config, save_ops)
             layers.register_module(str(plan.layer_id), block)
         if plan.compile:
+            make_parts_before_forward(block)
             # block.compile(), not torch.compile(block): parameter names stay as they are
             block.compile(
                 backend=job_config.compile.backend,

@@ -9,6 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 
+# Attributes of a module: the getters of its parts by name (of its class), and parts already made.
+_GETTERS = "_local_parameter_getters"
+_MADE = "_local_parameters_made"
+
+PartGetter = Callable[[nn.Module], torch.Tensor]
+
 
 def distribute_parameters(
     module: nn.Module,
@@ -47,11 +53,12 @@ def distribute_parameters(
 @functools.cache  # one for all modules that are alike: compiled code is bound to the class
 def _subclass(cls: type, ndim: int, names: frozenset[str], zeros: frozenset[str]) -> type:
     """A subclass, as fully_shard makes one, whose attributes ``names`` are plain tensors."""
-    properties = {name: property(_part_getter(name, ndim, name in zeros)) for name in sorted(names)}
-    return type(f"Distributed{cls.__name__}", (cls,), properties)
+    getters = {name: _part_getter(name, ndim, name in zeros) for name in sorted(names)}
+    properties = {name: property(_made_or(name, getter)) for name, getter in getters.items()}
+    return type(f"Distributed{cls.__name__}", (cls,), {**properties, _GETTERS: getters})
 
 
-def _part_getter(name: str, ndim: int, is_zero: bool) -> Callable[[nn.Module], torch.Tensor]:
+def _part_getter(name: str, ndim: int, is_zero: bool) -> PartGetter:
     def part(self: nn.Module) -> torch.Tensor:
         parameter = self._parameters[name]
         assert isinstance(parameter, DTensor)
@@ -63,3 +70,35 @@ def _part_getter(name: str, ndim: int, is_zero: bool) -> Callable[[nn.Module], t
         return local * 0 if is_zero else local
 
     return part
+
+
+def _made_or(name: str, getter: PartGetter) -> PartGetter:
+    def part(self: nn.Module) -> torch.Tensor:
+        made = self.__dict__.get(_MADE)
+        return getter(self) if made is None else made[name]
+
+    return part
+
+
+def make_parts_before_forward(block: nn.Module) -> None:
+    """For a block that is compiled: its graph gets the plain parts, made outside of it.
+
+    A DTensor would bring its mesh into the graph, as a value to save for the backward. torch 2.13
+    takes such a value for a tensor where random states are saved, too, for a recomputed dropout.
+    """
+    modules = [module for module in block.modules() if hasattr(module, _GETTERS)]
+
+    @torch.compiler.disable
+    def make(*_: Any) -> None:
+        for module in modules:
+            getters = getattr(module, _GETTERS)
+            module.__dict__[_MADE] = {name: getter(module) for name, getter in getters.items()}
+
+    @torch.compiler.disable
+    def forget(*_: Any) -> None:
+        for module in modules:
+            module.__dict__.pop(_MADE, None)
+
+    if modules:
+        block.register_forward_pre_hook(make)
+        block.register_forward_hook(forget, always_call=True)

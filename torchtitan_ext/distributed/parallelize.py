@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 from torchtitan.config import JobConfig
 
+from .compile_cache import tag_compile_caches
 from .context_parallel import ContextParallelPlan, apply_context_parallel
 from .expert_parallel import apply_expert_parallel
 from .fsdp import apply_data_parallel
@@ -36,6 +37,9 @@ def parallelize(
         plan: the model's.
     """
     parallelism = job_config.parallelism
+    tag_compile_caches(
+        parallel_dims.get_mesh("tp").get_local_rank() if parallel_dims.tp_enabled else 0
+    )
     apply_expert_parallel(model, parallel_dims)
     if parallel_dims.tp_enabled:
         apply_tensor_parallel(

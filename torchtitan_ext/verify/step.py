@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from torchtitan_ext.components.initialize import CHECKPOINT_PREFIX
 from torchtitan_ext.distributed.checkpoint_policy import SaveOps
@@ -115,6 +116,9 @@ def record_step(config: Any, *, inside_blocks: bool = False) -> StepRecord:
         inside_blocks: record what eager blocks do, too.
     """
     torch._dynamo.reset()
+    # Of a step before: its layouts name another mesh, equal to this one, and a compiled loss must
+    # not get one mesh for its logits and the other for their gradient.
+    _clear_sharding_prop_cache()
     counters.clear()
     trainer = ExtTrainer(config)
     try:

@@ -75,8 +75,7 @@ def record_on_this_rank(folder: Path, record: Callable[[Task, Any], "StepRecord"
                 flags = [*task.flags, f"--job.dump_folder={dump_folder}"]
                 result = record(task, load_config(flags, int(os.environ["WORLD_SIZE"])))
         except Exception as error:
-            first_line = next(iter(str(error).strip().splitlines()), "")
-            result = f"{type(error).__name__}: {first_line}"
+            result = f"{type(error).__name__}: {_first_sentence(str(error))}"
             raise
         finally:
             if is_first or isinstance(result, str):
@@ -84,6 +83,12 @@ def record_on_this_rank(folder: Path, record: Callable[[Task, Any], "StepRecord"
     import torch.distributed as dist
 
     dist.destroy_process_group()
+
+
+def _first_sentence(message: str) -> str:
+    """The first line; of a compiler's error, which says first who raises, also the next."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
 
 
 def _leave(result: Any, path: Path) -> None:
