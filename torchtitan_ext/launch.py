@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from .config.error import ConfigError
@@ -78,6 +80,22 @@ def run_on_ranks(script: str, args: list[str], num_ranks: int) -> str:
     Raises:
         subprocess.CalledProcessError: some rank failed; its output has been shown.
     """
+    with start_on_ranks(script, args, num_ranks, stdout=subprocess.PIPE) as ranks:
+        output, _ = ranks.communicate()
+    if ranks.returncode:
+        raise subprocess.CalledProcessError(ranks.returncode, script)
+    return output
+
+
+@contextmanager
+def start_on_ranks(
+    script: str, args: list[str], num_ranks: int, *, stdout: int
+) -> Iterator[subprocess.Popen[str]]:
+    """Starts ``script`` on ``num_ranks`` ranks; they are ended with the context, if they run still.
+
+    Args:
+        stdout: of rank 0, as for Popen.
+    """
     from .device import DEVICE_TYPE
 
     environment = dict(os.environ)
@@ -87,5 +105,8 @@ def run_on_ranks(script: str, args: list[str], num_ranks: int) -> str:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc_per_node={num_ranks}", "--local_ranks_filter=0", script, *args]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return done.stdout
+    with subprocess.Popen(command, env=environment, stdout=stdout, text=True) as ranks:
+        try:
+            yield ranks
+        finally:
+            ranks.terminate()  # torchrun then ends them

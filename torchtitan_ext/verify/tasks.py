@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_ext.launch import ignore_harmless_warnings, load_config, run_on_ranks
+from torchtitan_ext.launch import ignore_harmless_warnings, load_config, start_on_ranks
 
 if TYPE_CHECKING:
     from .step import StepRecord
@@ -42,17 +42,27 @@ def record_tasks(
     while waiting:
         with tempfile.TemporaryDirectory() as folder:
             _list_file(folder).write_text(json.dumps([asdict(task) for task in waiting]))
-            with suppress(subprocess.CalledProcessError):
-                run_on_ranks(script, [f"--tasks={folder}"], num_ranks)
-            result: Any = None
-            while waiting and _result_file(folder, waiting[0]).is_file():
-                path = _result_file(folder, waiting[0])
-                result = pickle.loads(path.read_bytes())
-                path.unlink()  # it may be as large as the model
-                yield waiting.pop(0), result
+            args = [f"--tasks={folder}"]
+            with start_on_ranks(script, args, num_ranks, stdout=subprocess.DEVNULL) as ranks:
+                result: Any = None
+                while waiting and _wait_for(_result_file(folder, waiting[0]), ranks):
+                    path = _result_file(folder, waiting[0])
+                    result = pickle.loads(path.read_bytes())
+                    path.unlink()  # it may be as large as the model
+                    yield waiting.pop(0), result
+                ranks.wait()
         # Those after one that failed get new ranks.
         if waiting and not isinstance(result, str):
             yield waiting.pop(0), "a rank crashed, see above"
+
+
+def _wait_for(path: Path, ranks: "subprocess.Popen[str]") -> bool:
+    """Until the file is there, or won't come, as the ranks have ended."""
+    while not path.is_file():
+        with suppress(subprocess.TimeoutExpired):
+            ranks.wait(timeout=0.1)
+            return path.is_file()
+    return True
 
 
 def record_on_this_rank(folder: Path, record: Callable[[Task, Any], "StepRecord"]) -> None:
