@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan_ext.command_line import print_json, script_parser, show
+from torchtitan_ext.command_line import print_json, script_parser, wrapped
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def _show_matrix(
         for pair in pairs
     }
     width = max(map(len, rows)) + 2
-    print(" " * width + "  ".join(f"{name:<7}" for name in columns).rstrip(), file=sys.stderr)
+    print(" " * width + "  ".join(f"{name:<7}" for name in columns).rstrip())
     for row in rows:
         cells = [
             "-" if row == column else number.get(frozenset((row, column)), "yes")
@@ -81,9 +81,9 @@ def _show_matrix(
         line = "  ".join(
             f"{cell:<{max(7, len(column))}}" for cell, column in zip(cells, columns, strict=True)
         )
-        print(f"{row:<{width}}{line}".rstrip(), file=sys.stderr)
+        print(f"{row:<{width}}{line}".rstrip())
     for position, reason in enumerate(reasons, start=1):
-        show(f"({position}) {reason}")
+        print(wrapped(f"({position}) {reason}"))
 
 
 if __name__ == "__main__":

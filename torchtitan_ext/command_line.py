@@ -37,8 +37,8 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
-def show(text: str, indent: int = 4) -> None:
-    """Prints a line for people to stderr; what does not fit goes on, indented, in the next."""
+def wrapped(text: str, indent: int = 4) -> str:
+    """The text in lines of at most 100 columns, the second and later ones indented."""
     lines = textwrap.wrap(
         text,
         _COLUMNS,
@@ -46,7 +46,12 @@ def show(text: str, indent: int = 4) -> None:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    return "\n".join(lines)
+
+
+def show(text: str, indent: int = 4) -> None:
+    """Prints a line for people to stderr, wrapped."""
+    print(wrapped(text, indent), file=sys.stderr, flush=True)
 
 
 def print_json(summary: dict[str, Any]) -> None:

@@ -96,6 +96,10 @@ def test_pipeline_is_accepted(flags: list[str], world_size: int) -> None:
             "[parallelism] pipeline_parallel_layers_per_stage = 1: gives 8 stages, but the model ",
         ),
         (
+            [f"{PP}layers_per_stage=100"],
+            "[parallelism] pipeline_parallel_layers_per_stage = 100: gives 1 stage, and 1F1B need",
+        ),
+        (
             [f"{PP}first_stage_less_layers=8"],
             "[parallelism] pipeline_parallel_first_stage_less_layers = 8: is more than a stage's ",
         ),
@@ -106,7 +110,7 @@ def test_pipeline_is_accepted(flags: list[str], world_size: int) -> None:
         ),
         (
             [f"{PP}schedule_csv=README.md"],
-            '[parallelism] pipeline_parallel_schedule = "1F1B": has no effect with pipeline_paral',
+            '[parallelism] pipeline_parallel_schedule_csv = "README.md": needs pipeline_parallel_',
         ),
         (["--routing.record"], "[routing] record = true: not supported with [parallelism] pipelin"),
         (["--routing.preset=balanced"], '[routing] preset = "balanced": not supported with [paral'),

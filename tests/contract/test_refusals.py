@@ -246,7 +246,8 @@ ALLTOALL = "--parallelism.context_parallel_rotate_method=alltoall"
         # What other degrees take is said, and only what would be accepted is offered.
         (4, [f"{TP}=4", NO_EP, f"{DPR}=2"], "1 on 4 ranks, of which other degrees take 4"),
         (4, [f"{TP}=2", f"{ETP}=2", f"{EP}=4"], "after expert_tensor_parallel_degree = 2: 2"),
-        (2, [f"{PP}=2"], "must divide the 1 rank of one stage of a replica: 1"),
+        (2, [f"{TP}=2", f"{ETP}=2"], "degree = 2: they leave none for a degree above 1"),
+        (2, [f"{PP}=2"], "must be 1 on the 1 rank of one stage of a replica"),
         (2, [f"{PP}=2", NO_EP, f"{RESHARD}=never"], "has no effect, as no parameter is sharded"),
         (
             4,

@@ -61,7 +61,7 @@ def test_matrix_shows_every_pair_and_reason() -> None:
     assert UNSUPPORTED.items() <= pairs.items()
     assert ("model bert", "pp") in pairs
     assert {(p["a"], p["b"]) for p in summary["partly"]} == set(CONDITIONS)
-    lines = [line.split("  ")[0] for line in done.stderr.splitlines()]
+    lines = [line.split("  ")[0] for line in done.stdout.splitlines()]
     assert {*FEATURES, "model bert", "model deepseek_v3"} <= set(lines)
-    shown = " ".join(done.stderr.split())
+    shown = " ".join(" ".join(done.stdout.splitlines()[:-1]).split())
     assert all(reason in shown for reason in {*pairs.values(), *CONDITIONS.values()})

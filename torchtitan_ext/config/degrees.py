@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from torchtitan_ext.config.error import listed, refusal
+from torchtitan_ext.config.error import counted, listed, refusal
 
 
 def check_degrees(parallelism: Any, world_size: int) -> int:
@@ -14,7 +14,7 @@ def check_degrees(parallelism: Any, world_size: int) -> int:
     p = parallelism
     replicate, shard = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
     model_parallel = _check_model_degrees(p, world_size)
-    on_ranks = f"on {_ranks(world_size)}"
+    on_ranks = f"on {counted(world_size, 'rank')}"
     taken = _taken(model_parallel)
     if world_size % (replicate * model_parallel):
         choices = listed(d for d in _divisors(world_size) if world_size % (d * model_parallel) == 0)
@@ -48,14 +48,10 @@ def _check_model_degrees(parallelism: Any, world_size: int) -> int:
                 f"parallelism.{key}",
                 degree,
                 f"must divide the number of ranks: {listed(_divisors(left))} on "
-                f"{_ranks(world_size)}{_taken(product)}",
+                f"{counted(world_size, 'rank')}{_taken(product)}",
             )
         product *= degree
     return product
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s' if number > 1 else ''}"
 
 
 def _taken(product: int) -> str:
@@ -82,12 +78,14 @@ def _check_expert_degree(parallelism: Any, sharded_ranks: int) -> None:
         of = "stage of a replica" if parallelism.pipeline_parallel_degree > 1 else "replica"
         # With etp, a degree of 1 is refused as well.
         choices = [d for d in _divisors(sharded_ranks // etp) if etp == 1 or d > 1]
+        ranks = f"the {counted(sharded_ranks, 'rank')} of one {of}"
+        if etp > 1:
+            ranks += f", after expert_tensor_parallel_degree = {etp}"
+        allowed = listed(choices) if choices else "they leave none for a degree above 1"
         raise refusal(
             "parallelism.expert_parallel_degree",
             degree,
-            f"must divide the {_ranks(sharded_ranks)} of one {of}"
-            + (f", after expert_tensor_parallel_degree = {etp}" if etp > 1 else "")
-            + (f": {listed(choices)}" if choices else ""),
+            f"must divide {ranks}: {allowed}" if sharded_ranks > 1 else f"must be 1 on {ranks}",
         )
 
 

@@ -37,3 +37,8 @@ def listed(items: Iterable[Any]) -> str:
     """Return the items as prose: ``1, 2 or 4``."""
     *first, last = map(str, items)
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things as prose: ``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

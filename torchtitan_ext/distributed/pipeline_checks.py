@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 
-from torchtitan_ext.config.error import refusal
+from torchtitan_ext.config.error import counted, refusal
 
 from .fsdp import gives_up_parameters
 from .layer_wrap import LayerPlan
@@ -96,12 +96,15 @@ def _num_stages(parallelism: Any, num_layers: int) -> int:
         raise refusal(
             key,
             value,
-            f"gives {num_stages} stages, and {schedule} needs {rule} on each of {degree} ranks, "
-            "equally many",
+            f"gives {counted(num_stages, 'stage')}, and {schedule} needs {rule} on each of "
+            f"{degree} ranks, equally many",
         )
     if num_stages > num_layers:
         raise refusal(
-            key, value, f"gives {num_stages} stages, but the model has {num_layers} layers"
+            key,
+            value,
+            f"gives {counted(num_stages, 'stage')}, but the model has "
+            f"{counted(num_layers, 'layer')}",
         )
     if key != _FQNS:
         _check_weights(parallelism, num_stages, num_layers)
@@ -174,12 +177,13 @@ def _check_micro_batches(parallelism: Any, num_micro_batches: int) -> None:
 def _check_csv(parallelism: Any, num_stages: int, num_micro_batches: int) -> bool:
     """Checks a schedule's file; whether it splits the backward."""
     path, degree = parallelism.pipeline_parallel_schedule_csv, parallelism.pipeline_parallel_degree
-    if not parallelism.pipeline_parallel_schedule.startswith("PipelineSchedule"):
+    schedule = parallelism.pipeline_parallel_schedule
+    if not schedule.startswith("PipelineSchedule"):
         raise refusal(
-            _SCHEDULE,
-            parallelism.pipeline_parallel_schedule,
-            "has no effect with pipeline_parallel_schedule_csv; must be PipelineScheduleSingle or "
-            "PipelineScheduleMulti (one stage a rank or several)",
+            _CSV,
+            path,
+            "needs pipeline_parallel_schedule = PipelineScheduleSingle or PipelineScheduleMulti "
+            f"(one stage a rank, or several); it is {schedule}",
         )
     try:
         with open(path, newline="") as file:

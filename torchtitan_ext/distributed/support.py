@@ -59,7 +59,7 @@ UNSUPPORTED: dict[tuple[str, str], str] = {
 
 CONDITIONS: dict[tuple[str, str], str] = {
     ("validation", "pp"): "but for the schedule ZBVZeroBubble, which can't run without a backward",
-    ("zero", "pp"): "without gradient accumulation",
+    ("zero", "pp"): "without gradient accumulation, where ranks share the gradients of a stage",
     ("checkpoint", "pp"): "under a schedule that splits the backward, of compiled layers alone",
 }
 """Pairs that go together to a part; the check is where the condition is (pipeline_checks.py)."""
