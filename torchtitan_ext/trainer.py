@@ -19,7 +19,7 @@ from .components.loss import next_sentence_loss
 from .components.metrics import ExtMetricsProcessor
 from .components.profiling import maybe_profile
 from .components.random_state import Place, seed_step
-from .components.routing import Share, StepRouting
+from .components.routing import StepRouting
 from .device import DEVICE_TYPE, keep_freed_memory
 from .distributed.context_parallel import share_batch
 from .distributed.mesh import ExtParallelDims
@@ -50,10 +50,7 @@ class ExtTrainer(Trainer):
         self.seed = job_config.debug.seed or 0
         """What every random number of the training comes from."""
         self.place = Place(*(self._rank_on(axis) for axis in ("batch", "cp", "tp", "pp")))
-        num_data_ranks = self.parallel_dims.num_data_ranks
-        share = Share(self.place.data, num_data_ranks, job_config.training.local_batch_size)
-        # A part will do: [routing] is refused with several.
-        self.routing = StepRouting(job_config, self.model_parts[0], share)
+        self.routing = StepRouting(job_config, self.model_parts, self.parallel_dims, self.place)
         self._zero_stage = job_config.zero.stage if self.parallel_dims.fsdp_enabled else 1
         self._micro_batch = 0
         self.state_bytes = StateBytes()
@@ -93,6 +90,7 @@ class ExtTrainer(Trainer):
         global_valid_tokens: torch.Tensor,
     ) -> torch.Tensor:
         """One micro-batch; returns this rank's share of the batch's mean loss."""
+        tokens = input_dict["input"]
         inputs, labels, extra_inputs, extra_kwargs = self.post_dataloading_process(
             input_dict, labels
         )
@@ -100,12 +98,14 @@ class ExtTrainer(Trainer):
         if self._micro_batch == 0:
             # Here and not earlier: the dataloader draws a random number when it starts.
             seed_step(self.seed, self.place, self.step)
-        extra_kwargs |= self.routing.arguments(self.step, self._micro_batch, inputs)
+        extra_kwargs |= self.routing.arguments(self.step, self._micro_batch, tokens)
         self._micro_batch += 1
         # Not by zero, though a batch of padded text may have nothing to predict.
         num_labels = torch.as_tensor(global_valid_tokens).clamp(min=1)
         if self.pipeline is not None:
-            return self._pipeline_step(inputs, labels, num_labels, **extra_inputs, **extra_kwargs)
+            loss = self._pipeline_step(inputs, labels, num_labels, **extra_inputs, **extra_kwargs)
+            self.routing.add(tokens, self.pipeline.expert_ids())
+            return loss
         (model,) = self.model_parts
         is_last = self._micro_batch == self.gradient_accumulation_steps
         share_micro_batch(model, self._zero_stage, is_last=is_last)
@@ -120,7 +120,7 @@ class ExtTrainer(Trainer):
                     )
             if output.tokens_per_expert is not None:
                 self.expert_load.add(output.tokens_per_expert)
-                self.routing.add(inputs, output.expert_ids)
+                self.routing.add(tokens, output.expert_ids)
             if self._measures_state:
                 self.state_bytes.after_forward(model)
             del output  # the logits are the step's largest tensor: free them before the backward

@@ -4,7 +4,8 @@ Shapes: B batch, S sequence, D model, V vocabulary, E experts, L MoE layers, H h
 Q query and key head width (N without position + R rotary), W value head width, C latent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -125,22 +126,21 @@ class DeepSeekV3Model(ModelProtocol):
         self.register_buffer("rope", rope_cache(args), persistent=False)
 
     def forward(
-        self, tokens_BS: torch.Tensor, given_expert_ids: Sequence[torch.Tensor] = ()
+        self,
+        tokens_BS: torch.Tensor,
+        given_expert_ids: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> ModelOutput:
         """Runs the model.
 
         Args:
             tokens_BS: token ids; (B, S, D) hidden state for a part without the embedding.
-            given_expert_ids: the experts of each token, (T, K) a MoE layer; otherwise the routers
-                choose.
+            given_expert_ids: the experts of each token, (T, K), of each layer by its name in
+                ``layers``; in the others the routers choose.
         """
         h_BSD = tokens_BS if self.tok_embeddings is None else self.tok_embeddings(tokens_BS)
-        given = iter(given_expert_ids)
         counts, expert_ids = [], []
-        for layer in self.layers.values():
-            h_BSD, tokens_per_expert_E, ids_TK = layer(
-                h_BSD, self.rope, next(given, None) if layer.moe_enabled else None
-            )
+        for name, layer in self.layers.items():
+            h_BSD, tokens_per_expert_E, ids_TK = layer(h_BSD, self.rope, given_expert_ids.get(name))
             if tokens_per_expert_E is not None:
                 counts.append(tokens_per_expert_E)
                 expert_ids.append(ids_TK)

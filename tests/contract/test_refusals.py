@@ -233,16 +233,6 @@ ALLTOALL = "--parallelism.context_parallel_rotate_method=alltoall"
             [f"{CP}=3", ALLTOALL, "--training.seq_len=258"],
             "context_parallel_degree = 3 must divide the 16 heads of a rank",
         ),
-        (
-            2,
-            [f"{TP}=2", "--routing.record"],
-            "[routing] record = true: not supported with [parallelism] tensor_parallel_degree = 2",
-        ),
-        (
-            2,
-            [f"{CP}=2", "--debug.moe_force_load_balance"],
-            "[debug] moe_force_load_balance = true: not supported with [parallelism] context_para",
-        ),
         # What other degrees take is said, and only what would be accepted is offered.
         (4, [f"{TP}=4", NO_EP, f"{DPR}=2"], "1 on 4 ranks, of which other degrees take 4"),
         (4, [f"{TP}=2", f"{ETP}=2", f"{EP}=4"], "after expert_tensor_parallel_degree = 2: 2"),

@@ -38,8 +38,6 @@ PP2_EP2 = [*PP2, "--parallelism.expert_parallel_degree=2", "--training.local_bat
 FULL = ["--activation_checkpoint.mode=full"]
 OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
 AOT_EAGER = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager"]
-# A split backward needs the parameters that FSDP gathered for the forward.
-KEPT = ["--parallelism.fsdp_reshard_after_forward=never"]
 OPTIMIZERS = {"AdamW": [], "SGD": SGD}
 SCHEDULES = (
     *("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"),
@@ -161,7 +159,6 @@ def test_product_equals_one_process(
         pytest.skip("refused: see tests/contract/test_pipeline_refusals.py")
     num_ranks, degrees = layout
     flags = [*PP2, *schedule(name), *degrees, *checkpoint, *compiled]
-    flags += KEPT if "ZeroBubble" in name else []
     run = run_pipeline(tmp_path, flags, num_ranks, optimizer, **SIX_LAYERS)
     assert_same(run, references.get(optimizer, **SIX_LAYERS))
     assert (run.num_graphs[-1] > 0) == bool(compiled)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
 from tests.tiny import (
@@ -53,6 +54,78 @@ def test_replay_on_another_layout_gives_the_recorded_run(
 ) -> None:
     accumulate = ["--training.local_batch_size=2", "--training.global_batch_size=8"]
     run = run_ranks(train, 1, replay(recorded, *accumulate), str(tmp_path))[0]
+    assert_same(run, recorded[1])
+
+
+LAYOUTS = {
+    "tp2": (2, ["--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=8"]),
+    "tp2_ep2": (
+        2,
+        [
+            "--parallelism.tensor_parallel_degree=2",
+            "--parallelism.expert_parallel_degree=2",
+            "--training.local_batch_size=8",
+        ],
+    ),
+    "cp2_tp2_ep4": (
+        4,
+        [
+            "--parallelism.context_parallel_degree=2",
+            "--parallelism.tensor_parallel_degree=2",
+            "--parallelism.expert_parallel_degree=4",
+            "--training.local_batch_size=8",
+        ],
+    ),
+    "pp2": (
+        2,
+        [
+            "--parallelism.pipeline_parallel_degree=2",
+            "--training.local_batch_size=4",
+            "--training.global_batch_size=8",
+        ],
+    ),
+    "pp2_cp2": (
+        4,
+        [
+            "--parallelism.pipeline_parallel_degree=2",
+            "--parallelism.context_parallel_degree=2",
+            "--training.local_batch_size=8",
+        ],
+    ),
+}
+"""Ranks that share sequences; each routes a part of the tokens, or in a part of the layers."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_that_share_sequences_replay_and_record(
+    recorded: tuple[Path, Run], tmp_path: Path, layout: str
+) -> None:
+    """With gates of their own they follow the record, and write the same one."""
+    num_ranks, flags = LAYOUTS[layout]
+    flags = [*replay(recorded, *flags), "--routing.record"]
+    run = run_ranks(train_with_other_gates, num_ranks, flags, str(tmp_path))[0]
+    assert run.counts == recorded[1].counts
+    again, first = (decisions(folder) for folder in (tmp_path, recorded[0]))
+    assert list(again) == list(range(2 * 8))  # of both steps
+    assert all(torch.equal(again[i], first[i]) for i in first)
+
+
+def decisions(folder: Path) -> dict[int, torch.Tensor]:
+    """The recorded expert ids of each sequence, numbered through the steps."""
+    rows = {}
+    for path in (folder / "routing").glob("step-*/rank-*.safetensors"):
+        record, step = load_file(path), int(path.parent.name.removeprefix("step-"))
+        numbers = (8 * (step - 1) + number for number in record["number"].tolist())
+        rows |= dict(zip(numbers, record["expert_ids"], strict=True))
+    return dict(sorted(rows.items()))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replay_on_ranks_that_share_sequences_gives_the_recorded_run(
+    recorded: tuple[Path, Run], tmp_path: Path, layout: str
+) -> None:
+    num_ranks, flags = LAYOUTS[layout]
+    run = run_ranks(train, num_ranks, replay(recorded, *flags), str(tmp_path))[0]
     assert_same(run, recorded[1])
 
 

@@ -31,8 +31,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torchtitan.config import JobConfig
 
-from torchtitan_ext.moe import MoEArgs, moe_layers
+from torchtitan_ext.distributed.mesh import ExtParallelDims
+from torchtitan_ext.distributed.routed_part import RoutedPart
+from torchtitan_ext.moe import MoEArgs
 from torchtitan_ext.moe.presets import preset_expert_ids
+
+from .random_state import Place
 
 FOLDER = "routing"
 _SHAPE_FILE = "routing.json"
@@ -67,56 +71,99 @@ class Share:
 class StepRouting:
     """What [routing] asks of the steps of a run; without it, every method does nothing."""
 
-    def __init__(self, job_config: JobConfig, model: nn.Module, share: Share) -> None:
+    def __init__(
+        self,
+        job_config: JobConfig,
+        model_parts: Sequence[nn.Module],
+        parallel_dims: ExtParallelDims,
+        place: Place,
+    ) -> None:
         self._source: RecordedRouting | PresetRouting | None = None
-        self._writer: RoutingWriter | None = None
-        self._share = share
-        layers = list(moe_layers(model))
-        if not layers:
-            return
+        self._recorder: RoutingRecorder | None = None
         settings = job_config.routing
-        shape = shape_of(job_config, share.num_data_ranks, layers[0].router.args, len(layers))
         preset = "balanced" if job_config.debug.moe_force_load_balance else settings.preset
+        if settings.replay is None and preset == "none" and not settings.record:
+            return
+        local_batch_size = job_config.training.local_batch_size
+        share = Share(place.data, parallel_dims.num_data_ranks, local_batch_size)
+        self._part = RoutedPart(model_parts, parallel_dims, job_config.training.seq_len)
+        layers = self._part.layers
+        assert layers.args is not None, "refused for a model without experts"
+        shape = shape_of(job_config, share.num_data_ranks, layers.args, layers.num_layers)
         if settings.replay is not None:
             self._source = RecordedRouting(Path(settings.replay) / FOLDER, share)
         elif preset != "none":
             degree = job_config.parallelism.expert_parallel_degree
             self._source = PresetRouting(preset, shape, degree)
         if settings.record:
-            folder = Path(job_config.job.dump_folder) / FOLDER
-            self._writer = RoutingWriter(folder, shape, share)
+            writer = RoutingWriter(Path(job_config.job.dump_folder) / FOLDER, shape, share)
+            self._recorder = RoutingRecorder(writer, self._part, place)
 
     def start(self, last_step: int) -> None:
         """Before the first step of a run; a collective if it records."""
-        if self._writer is None:
-            return
-        if self._share.data_rank == 0:
+        if self._recorder is not None:
+            self._recorder.start(last_step)
+
+    def arguments(self, step: int, micro_batch: int, tokens_BS: torch.Tensor) -> dict[str, Any]:
+        """What the model's forward takes in addition.
+
+        Args:
+            tokens_BS: whole sequences, also where this rank routes a part of them.
+        """
+        if self._source is None:
+            return {}
+        own = self._part.own(self._source.expert_ids(step, micro_batch, tokens_BS))
+        # A schedule can't split a dictionary without tensors.
+        return {"given_expert_ids": own} if own else {}
+
+    def add(self, tokens_BS: torch.Tensor, expert_ids: Sequence[torch.Tensor]) -> None:
+        """After the forward of a micro-batch of whole sequences; the ids are this rank's."""
+        if self._recorder is not None:
+            self._recorder.add(tokens_BS, expert_ids)
+
+    def finish_step(self, step: int) -> None:
+        """After the last micro-batch of a step; a collective if it records."""
+        if self._recorder is not None:
+            self._recorder.finish_step(step)
+
+
+class RoutingRecorder:
+    """Collects the decisions of the ranks that share sequences; the first of them writes."""
+
+    def __init__(self, writer: "RoutingWriter", part: RoutedPart, place: Place) -> None:
+        self._writer, self._part = writer, part
+        self._is_first = place == Place(data=0)
+        self._writes = place == Place(data=place.data)
+        self._micro_batches: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def start(self, last_step: int) -> None:
+        """As :meth:`RoutingWriter.start`; a collective."""
+        if self._is_first:
             self._writer.start(last_step)
         dist.barrier()
 
-    def arguments(self, step: int, micro_batch: int, tokens_BS: torch.Tensor) -> dict[str, Any]:
-        """What the model's forward takes in addition."""
-        if self._source is None:
-            return {}
-        return {"given_expert_ids": self._source.expert_ids(step, micro_batch, tokens_BS)}
-
     def add(self, tokens_BS: torch.Tensor, expert_ids: Sequence[torch.Tensor]) -> None:
-        """After the forward of a micro-batch."""
-        if self._writer is not None:
-            self._writer.add(tokens_BS, expert_ids)
+        """Takes a micro-batch's whole sequences and the (t, K) expert ids of this rank's layers."""
+        ids_lBsK = None
+        if expert_ids:
+            ids_lBsK = self._part.split_sequences(torch.stack(list(expert_ids)).short())
+        self._micro_batches.append((checksums(tokens_BS), ids_lBsK))
 
     def finish_step(self, step: int) -> None:
-        """After the last micro-batch of a step."""
-        if self._writer is not None:
-            self._writer.finish_step(step)
+        """Writes all micro-batches of the step; a collective."""
+        of_tokens, ids = zip(*self._micro_batches, strict=True)
+        self._micro_batches.clear()
+        own = [ids_lBsK for ids_lBsK in ids if ids_lBsK is not None]
+        ids_LBSK = self._part.gather(torch.cat(own, dim=1) if own else None)
+        if self._writes:
+            self._writer.write(step, torch.cat(of_tokens), ids_LBSK)
 
 
 class RoutingWriter:
-    """Writes the experts that a rank's tokens went to, a file a step."""
+    """Writes the experts that a data parallel rank's tokens went to, a file a step."""
 
     def __init__(self, folder: Path, shape: Shape, share: Share) -> None:
         self._folder, self._shape, self._share = folder, shape, share
-        self._micro_batches: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def start(self, last_step: int) -> None:
         """On one rank: drops what an earlier run has recorded after ``last_step``."""
@@ -126,24 +173,18 @@ class RoutingWriter:
                 shutil.rmtree(_step_folder(self._folder, step))
         (self._folder / _SHAPE_FILE).write_text(json.dumps(asdict(self._shape)) + "\n")
 
-    def add(self, tokens_BS: torch.Tensor, expert_ids: Sequence[torch.Tensor]) -> None:
-        """Takes a micro-batch and the (T, K) expert ids of each MoE layer."""
-        ids_LBSK = torch.stack(list(expert_ids)).unflatten(1, tokens_BS.shape)
-        self._micro_batches.append((_checksums(tokens_BS), ids_LBSK.transpose(0, 1).short()))
-
-    def finish_step(self, step: int) -> None:
-        """Writes all micro-batches of the step."""
-        checksums, ids = zip(*self._micro_batches, strict=True)
-        numbers = [n for i in range(len(ids)) for n in self._share.numbers(i)]
-        self._micro_batches.clear()
+    def write(self, step: int, checksums_B: torch.Tensor, ids_LBSK: torch.Tensor) -> None:
+        """Writes all sequences of a step, int64 checksums and int16 ids."""
+        num_micro_batches = len(checksums_B) // self._share.local_batch_size
+        numbers = [n for i in range(num_micro_batches) for n in self._share.numbers(i)]
         folder = _step_folder(self._folder, step)
         folder.mkdir(exist_ok=True)
         path = folder / f"rank-{self._share.data_rank}.safetensors"
         save_file(
             {
                 "number": torch.tensor(numbers),
-                "checksum": torch.cat(checksums).cpu(),
-                "expert_ids": torch.cat(ids).cpu().contiguous(),
+                "checksum": checksums_B.cpu(),
+                "expert_ids": ids_LBSK.transpose(0, 1).contiguous(),
             },
             path.with_suffix(".part"),
         )
@@ -172,7 +213,7 @@ class RecordedRouting:
         numbers = self._share.numbers(micro_batch)
         rows = [self._row(number) for number in numbers]
         for number, (recorded, _), found in zip(
-            numbers, rows, _checksums(tokens_BS).tolist(), strict=True
+            numbers, rows, checksums(tokens_BS).tolist(), strict=True
         ):
             if recorded != found:
                 raise ValueError(
@@ -265,7 +306,7 @@ def _step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step}"
 
 
-def _checksums(tokens_BS: torch.Tensor) -> torch.Tensor:
+def checksums(tokens_BS: torch.Tensor) -> torch.Tensor:
     """A number of each sequence that depends on every token and its place, int64."""
     places_S = torch.arange(1, tokens_BS.shape[1] + 1, device=tokens_BS.device)
     # Odd multiples of the golden ratio's 64 bits; products and their sum wrap around.

@@ -8,7 +8,7 @@ kept for the trainer, the hidden state or the logits go on.
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config as functorch_config
@@ -63,10 +63,10 @@ class Pipeline:
         self._stages = stages
         self._has_first, self._has_last = has_first, has_last
         self._num_micro_batches = num_micro_batches
-        self._counts: list[list[torch.Tensor]] = [[] for _ in stages]
+        self._routings: list[list[_Routing]] = [[] for _ in stages]
         self._checks_save_ops = True
-        for stage, counts in zip(stages, self._counts, strict=True):
-            stage.register_forward_hook(self._take_apart(counts))
+        for stage, routings in zip(stages, self._routings, strict=True):
+            stage.register_forward_hook(self._take_apart(routings))
 
     def step(
         self,
@@ -87,8 +87,8 @@ class Pipeline:
             The batch's loss, on every rank of the pipeline, without a gradient.
         """
         self._loss.num_labels = num_labels
-        for counts in self._counts:
-            counts.clear()
+        for routings in self._routings:
+            routings.clear()
         loss = self._run(self._schedule.step, inputs, labels, **kwargs)
         if self._checks_save_ops:
             self._checks_save_ops = False
@@ -104,9 +104,25 @@ class Pipeline:
 
     def tokens_per_expert(self) -> torch.Tensor | None:
         """Counts of the last step over its micro-batches: MoE layers of this rank x experts."""
+        stages = [[r.tokens_per_expert for r in routings] for routings in self._of_micro_batches()]
+        sums = [torch.stack(counts).sum(0) for counts in stages]
+        return torch.cat(sums) if sums else None
+
+    def expert_ids(self) -> list[torch.Tensor]:
+        """Of the last step: (T, K) for each MoE layer of this rank.
+
+        The micro-batches are in the order in which the schedule ran them.
+        """
+        return [
+            torch.cat(micro_batches)
+            for routings in self._of_micro_batches()
+            for micro_batches in zip(*(r.expert_ids for r in routings), strict=True)
+        ]
+
+    def _of_micro_batches(self) -> list[list["_Routing"]]:
+        """What the stages with MoE layers returned in the last step."""
         # To learn the shapes, torch may have run a stage once more before the first micro-batch.
-        sums = [sum(counts[-self._num_micro_batches :]) for counts in self._counts if counts]
-        return torch.cat(sums) if sums else None  # type: ignore[arg-type]
+        return [r[-self._num_micro_batches :] for r in self._routings if r]
 
     def _run(
         self, run: Callable[..., Any], inputs: torch.Tensor, labels: torch.Tensor, **kwargs: Any
@@ -122,16 +138,23 @@ class Pipeline:
         dist.all_reduce(loss, group=self._group)
         return loss
 
-    def _take_apart(self, counts: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def _take_apart(self, routings: list["_Routing"]) -> Callable[..., torch.Tensor]:
         def hook(stage: nn.Module, args: Any, output: ModelOutput) -> torch.Tensor:
             if stage.training:
                 if output.tokens_per_expert is not None:
-                    counts.append(output.tokens_per_expert)
+                    routings.append(_Routing(output.tokens_per_expert, output.expert_ids))
                 if self.on_forward is not None:
                     self.on_forward()
             return output.logits
 
         return hook
+
+
+class _Routing(NamedTuple):
+    """Of a stage's forward, as in :class:`ModelOutput`."""
+
+    tokens_per_expert: torch.Tensor
+    expert_ids: tuple[torch.Tensor, ...]
 
 
 class ScaledLoss:

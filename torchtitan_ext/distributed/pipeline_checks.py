@@ -57,6 +57,13 @@ def check_pipeline(
     if plan.splits_backward:
         _check_split_backward(job_config, parallel_dims, layer_plans)
     _check_validation(job_config, plan)
+    if job_config.routing.record and job_config.parallelism.pipeline_parallel_schedule_csv:
+        raise refusal(
+            "routing.record",
+            True,
+            "not supported with pipeline_parallel_schedule_csv, which has micro-batches in any "
+            "order",
+        )
 
 
 def plan_pipeline(job_config: Any, num_layers: int) -> PipelinePlan:

@@ -47,12 +47,7 @@ FEATURES: dict[str, Feature] = {
 }
 """All that the table speaks of, in the order in which it is printed."""
 
-_ROUTING = ("record", "replay", "preset", "balance")
-_PART_OF_SEQUENCE = "a rank's routers see a part of each sequence"
-
 UNSUPPORTED: dict[tuple[str, str], str] = {
-    **{(routing, split): _PART_OF_SEQUENCE for routing in _ROUTING for split in ("tp", "cp")},
-    **{(routing, "pp"): "a rank has a part of the layers" for routing in _ROUTING},
     ("fake_backend", "pp"): "stages need real inputs",
 }
 """Pairs of features, the one to be blamed first, and why they don't go together."""
@@ -60,6 +55,7 @@ UNSUPPORTED: dict[tuple[str, str], str] = {
 CONDITIONS: dict[tuple[str, str], str] = {
     ("validation", "pp"): "but for the schedule ZBVZeroBubble, which can't run without a backward",
     ("zero", "pp"): "without gradient accumulation, where ranks share the gradients of a stage",
+    ("record", "pp"): "but for a schedule from a file, which has micro-batches in any order",
     ("checkpoint", "pp"): "under a schedule that splits the backward, of compiled layers alone",
 }
 """Pairs that go together to a part; the check is where the condition is (pipeline_checks.py)."""
