@@ -32,7 +32,9 @@ COMPILED = [*SHIPPED, "--compile.backend=aot_eager"]
 MOE = [f"--job.config_file={tiny.CONFIG}"]
 # Padded, with a second head.
 PAIRS = [*BERT, "--mlm.next_sentence"]
-FLAGS = {"bert": BERT, "compiled bert": COMPILED, "pairs": PAIRS, "moe": MOE}
+# Seven experts share what is not expert 0's, which no batch of these sequences divides by.
+PRESET = [*MOE, "--routing.preset=hot_expert"]
+FLAGS = {"bert": BERT, "compiled bert": COMPILED, "pairs": PAIRS, "moe": MOE, "preset": PRESET}
 
 
 def record(flags: list[str], folder: str, plant: Callable[[], None] = lambda: None) -> StepRecord:
@@ -98,6 +100,7 @@ def check(
         ("moe", "ep=4", 4),
         ("moe", "pp=2:tp=2:ep=2", 4),
         ("moe", "pp=2:cp=2", 4),
+        ("preset", "ep=2", 2),
         pytest.param("moe", "pp=2:cp=2:tp=2:ep=4", 8, marks=pytest.mark.slow),
     ],
 )

@@ -1,6 +1,7 @@
 """Loads of a known shape: who gets how many tokens, and no token twice."""
 
 import pytest
+import torch
 
 from torchtitan_ext.moe.presets import preset_expert_ids
 from torchtitan_ext.moe.router import count_tokens
@@ -8,9 +9,10 @@ from torchtitan_ext.moe.router import count_tokens
 
 def loads(preset: str, step: int = 1, **changes: int) -> list[int]:
     """Tokens of each expert, 12 tokens in all unless ``changes`` says otherwise."""
-    sizes = {"num_tokens": 12, "num_experts": 8, "top_k": 3, "num_ranks": 2} | changes
-    ids_TK = preset_expert_ids(preset, step, **sizes)
-    assert ids_TK.shape == (sizes["num_tokens"], sizes["top_k"])
+    sizes = {"num_experts": 8, "top_k": 3, "num_ranks": 2} | changes
+    num_tokens = sizes.pop("num_tokens", 12)
+    ids_TK = preset_expert_ids(preset, step, torch.arange(num_tokens), **sizes)
+    assert ids_TK.shape == (num_tokens, sizes["top_k"])
     assert all(len(set(ids)) == sizes["top_k"] for ids in ids_TK.tolist())
     return count_tokens(ids_TK, sizes["num_experts"]).tolist()
 
@@ -32,6 +34,14 @@ def loads(preset: str, step: int = 1, **changes: int) -> list[int]:
 )
 def test_load_of_each_expert(preset: str, changes: dict[str, int], expected: list[int]) -> None:
     assert loads(preset, **changes) == expected
+
+
+@pytest.mark.parametrize("preset", ["balanced", "hot_expert", "hot_rank", "empty_rank"])
+def test_experts_of_a_token_are_the_same_in_any_batch(preset: str) -> None:
+    sizes = {"num_experts": 8, "top_k": 3, "num_ranks": 4}
+    whole = preset_expert_ids(preset, 1, torch.arange(20), **sizes)
+    some = torch.tensor([3, 11, 4])
+    assert torch.equal(preset_expert_ids(preset, 1, some, **sizes), whole[some])
 
 
 @pytest.mark.parametrize(("num_ranks", "burst"), [(2, "hot_rank"), (1, "hot_expert")])

@@ -94,7 +94,7 @@ class StepRouting:
             self._source = RecordedRouting(Path(settings.replay) / FOLDER, share)
         elif preset != "none":
             degree = job_config.parallelism.expert_parallel_degree
-            self._source = PresetRouting(preset, shape, degree)
+            self._source = PresetRouting(preset, shape, share, degree)
         if settings.record:
             writer = RoutingWriter(Path(job_config.job.dump_folder) / FOLDER, shape, share)
             self._recorder = RoutingRecorder(writer, self._part, place)
@@ -249,16 +249,18 @@ class PresetRouting:
 
     preset: str
     shape: Shape
+    share: Share
     expert_parallel_degree: int
 
     def expert_ids(
         self, step: int, micro_batch: int, tokens_BS: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """The experts of these tokens, (T, K), the same in each MoE layer."""
+        numbers_B, seq_len = torch.tensor(self.share.numbers(micro_batch)), tokens_BS.shape[1]
         ids_TK = preset_expert_ids(
             self.preset,
             step,
-            num_tokens=tokens_BS.numel(),
+            (numbers_B.unsqueeze(1) * seq_len + torch.arange(seq_len)).flatten(),
             num_experts=self.shape.num_experts,
             top_k=self.shape.top_k,
             num_ranks=self.expert_parallel_degree,

@@ -12,9 +12,18 @@ _BURST_PERIOD = 4
 
 
 def preset_expert_ids(
-    preset: str, step: int, *, num_tokens: int, num_experts: int, top_k: int, num_ranks: int
+    preset: str,
+    step: int,
+    tokens_T: torch.Tensor,
+    *,
+    num_experts: int,
+    top_k: int,
+    num_ranks: int,
 ) -> torch.Tensor:
     """The experts of each token, (T, K) int64; those of a token differ.
+
+    Args:
+        tokens_T: the tokens' numbers in the global batch: in turn, and so in any layout.
 
     ==========  ==================================================================================
     balanced    every expert gets equally many tokens, give or take one
@@ -35,13 +44,13 @@ def preset_expert_ids(
     experts = range(num_experts)
     per_rank = num_experts // num_ranks
     if preset == "hot_expert":
-        return _favour(experts[:1], experts[1:], num_tokens, top_k)
+        return _favour(experts[:1], experts[1:], tokens_T, top_k)
     if preset == "hot_rank":
-        return _favour(experts[:per_rank], experts[per_rank:], num_tokens, top_k)
+        return _favour(experts[:per_rank], experts[per_rank:], tokens_T, top_k)
     if preset == "empty_rank":
-        return _spread(experts[:-per_rank], num_tokens, top_k)
+        return _spread(experts[:-per_rank], tokens_T, top_k)
     assert preset == "balanced", preset
-    return _spread(experts, num_tokens, top_k)
+    return _spread(experts, tokens_T, top_k)
 
 
 def check_preset(preset: str, *, num_experts: int, top_k: int, num_ranks: int) -> None:
@@ -53,15 +62,17 @@ def check_preset(preset: str, *, num_experts: int, top_k: int, num_ranks: int) -
         raise ValueError(f"a token needs {top_k} experts, and the other ranks have {others}")
 
 
-def _favour(hot: Sequence[int], others: Sequence[int], num_tokens: int, top_k: int) -> torch.Tensor:
+def _favour(
+    hot: Sequence[int], others: Sequence[int], tokens_T: torch.Tensor, top_k: int
+) -> torch.Tensor:
     num_hot = min(top_k, len(hot))
-    ids = [_spread(hot, num_tokens, num_hot)]
+    ids = [_spread(hot, tokens_T, num_hot)]
     if num_hot < top_k:
-        ids.append(_spread(others, num_tokens, top_k - num_hot))
+        ids.append(_spread(others, tokens_T, top_k - num_hot))
     return torch.cat(ids, dim=1)
 
 
-def _spread(experts: Sequence[int], num_tokens: int, top_k: int) -> torch.Tensor:
+def _spread(experts: Sequence[int], tokens_T: torch.Tensor, top_k: int) -> torch.Tensor:
     """Deals the experts out in turn. K neighbours in the turn differ, as there are K or more."""
-    turn_N = torch.arange(num_tokens * top_k) % len(experts)
-    return torch.tensor(experts)[turn_N].view(num_tokens, top_k)
+    turn_TK = tokens_T.unsqueeze(1) * top_k + torch.arange(top_k)
+    return torch.tensor(experts)[turn_TK % len(experts)]
