@@ -49,23 +49,45 @@ run_ranks() {
     # torchrun keeps the ranks' output in files until the end, for the summary of a crash.
     log_dir="$(mktemp -d)"
     trap 'rm -rf "$log_dir"' EXIT
+    trap 'end_ranks INT' INT
+    trap 'end_ranks TERM' TERM
+    trap 'end_ranks HUP' HUP
+    # In a process group of its own, torchrun gets Ctrl-C through this script alone: a second signal
+    # would break off its way of ending the ranks.
+    set -m
     "$PYTHON" -m torch.distributed.run --nproc_per_node "$NGPU" "${rendezvous[@]}" \
         --max-restarts "$MAX_RESTARTS" --log-dir "$log_dir" \
         --local-ranks-filter "$LOG_RANK" --role rank --tee 3 \
-        -m torchtitan_ext.train "$@" &
-    wait_for $!
+        -m torchtitan_ext.train "$@" </dev/null &
+    torchrun=$!
+    set +m
+    wait_for_torchrun
 }
 
-# Waits for torchrun, and passes on what is meant to end it (it then ends the ranks).
-wait_for() {
-    local pid=$1 status=0
-    trap 'kill -TERM "$pid" 2>/dev/null || true' INT TERM HUP
-    wait "$pid" || status=$?
+torchrun="" signal=""
+
+# Passes the first signal on to torchrun, which ends the ranks, by force if they take too long.
+end_ranks() {
+    [[ -z "$signal" ]] || return 0
+    signal=$1
+    echo "run_train.sh: got SIG$signal, ending the ranks" >&2
+    [[ -z "$torchrun" ]] || kill -TERM "$torchrun" 2>/dev/null || true
+}
+
+wait_for_torchrun() {
+    local status=0
+    # One that came before there was a process to pass it on to.
+    [[ -z "$signal" ]] || kill -TERM "$torchrun" 2>/dev/null || true
+    wait "$torchrun" || status=$?
     # A signal ends the wait before torchrun has ended.
-    while kill -0 "$pid" 2>/dev/null; do
+    while kill -0 "$torchrun" 2>/dev/null; do
         status=0
-        wait "$pid" || status=$?
+        wait "$torchrun" || status=$?
     done
+    if [[ -n "$signal" ]] && ((status != 0)); then
+        echo "run_train.sh: ended by SIG$signal" >&2
+        status=$((128 + $(kill -l "$signal")))
+    fi
     exit "$status"
 }
 

@@ -28,8 +28,14 @@ case "$1 $2" in
     "-m pip") sleep 0.3; exit "${PIP_STATUS:-0}" ;;
     "-m torchtitan_ext.check_config") exit "${CHECK_STATUS:-0}" ;;
     "-m torch.distributed.run")
+        [[ -z "${HANG:-}" ]] || trap 'echo "got $((++n)) TERM"' TERM
         echo started
-        [[ -z "${HANG:-}" ]] || { trap 'echo ended by TERM; exit 1' TERM; sleep 60 & wait; }
+        if [[ -n "${HANG:-}" ]]; then
+            echo $$
+            until ((${n:-0})); do sleep 0.1; done
+            sleep 0.3  # for another signal
+            exit 1
+        fi
         exit "${TRAIN_STATUS:-0}" ;;
 esac
 """
@@ -195,16 +201,24 @@ def test_signal_ends_torchrun(stub: dict[str, str], tmp_path: Path, number: sign
         env=stub | {"HANG": "1"},
         cwd=tmp_path,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         # A shell that starts the tests in the background has them ignore it, and so would this.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
-    time.sleep(0.3)  # until the stub has set its trap
+    torchrun = int(process.stdout.readline())
+    # A terminal sends Ctrl-C to a whole group: torchrun is not to get it twice.
+    assert os.getpgid(torchrun) == torchrun
     process.send_signal(number)
-    assert process.stdout.readline() == "ended by TERM\n"
-    assert process.wait(timeout=10) != 0
+    output, errors = process.communicate(timeout=10)
+    assert output == "got 1 TERM\n"
+    assert errors.splitlines() == [
+        f"run_train.sh: got {number.name}, ending the ranks",
+        f"run_train.sh: ended by {number.name}",
+    ]
+    assert process.returncode == 128 + number
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "calls"]
 
 
