@@ -32,7 +32,7 @@ case "$1 $2" in
         echo started
         if [[ -n "${HANG:-}" ]]; then
             echo $$
-            until ((${n:-0})); do sleep 0.1; done
+            for _ in {1..300}; do ((${n:-0})) && break; sleep 0.1; done
             sleep 0.3  # for another signal
             exit 1
         fi
