@@ -104,7 +104,8 @@ class ExtTrainer(Trainer):
         num_labels = torch.as_tensor(global_valid_tokens).clamp(min=1)
         if self.pipeline is not None:
             loss = self._pipeline_step(inputs, labels, num_labels, **extra_inputs, **extra_kwargs)
-            self.routing.add(tokens, self.pipeline.expert_ids())
+            if self.routing.records:
+                self.routing.add(tokens, self.pipeline.expert_ids())
             return loss
         (model,) = self.model_parts
         is_last = self._micro_batch == self.gradient_accumulation_steps

@@ -99,6 +99,11 @@ class StepRouting:
             writer = RoutingWriter(Path(job_config.job.dump_folder) / FOLDER, shape, share)
             self._recorder = RoutingRecorder(writer, self._part, place)
 
+    @property
+    def records(self) -> bool:
+        """Whether :meth:`add` has any use for what it is given."""
+        return self._recorder is not None
+
     def start(self, last_step: int) -> None:
         """Before the first step of a run; a collective if it records."""
         if self._recorder is not None:
